@@ -1,0 +1,183 @@
+"Process faults, on small ranks that only reduce a tensor: nothing hangs, nothing is left, and the cause is named."
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from shardnb.run.event import EventReader
+from shardnb.run.handle import Run, attach, runs
+from shardnb.run.launch import LocalLauncher, alive
+from shardnb.run.rundir import RunDir, read_json
+
+ENV = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    "Starts runs of tests/gloo_worker.py in a home of their own, and leaves no process behind"
+    monkeypatch.setenv("SHARDNB_HOME", str(tmp_path))
+    started = []
+
+    def go(steps=20, nproc=2, **test):
+        rundir = RunDir.create("model: tiny\n", plan={"strategy": "ddp", "nproc": nproc, "world_size": nproc, "env": ENV, "test": {"mode": "", "steps": steps, **test}})
+        LocalLauncher("gloo_worker").start(rundir)
+        started.append(Run(rundir))
+        return started[-1]
+    yield go
+    for run in started: run.kill()
+
+
+def until(condition, timeout=60):
+    "Wait for a condition and give back what it gave"
+    end = time.monotonic() + timeout
+    while time.monotonic() < end:
+        if found := condition(): return found
+        time.sleep(.05)
+    raise AssertionError(f"not within {timeout} s")
+
+
+def training(run, step=1): return until(lambda: len(run.events("step", rank=0)) >= step and len(run.pids) == run.plan["nproc"] and run)
+def ended(run): return until(lambda: run.rundir.exit_path.exists()) and read_json(run.rundir.exit_path)
+def procs(run): return [{"pid": e["pid"], "create_time": e["create_time"]} for e in run.events("start")]
+def nothing_left(run): return not any(map(alive, [*procs(run), read_json(run.rundir.state_path)["supervisor"]]))
+
+
+def test_a_run_ends_well_and_tells_it(start):
+    run = start(steps=10)
+    end = ended(run)
+    assert (end["state"], end["returncodes"], end["error"]) == ("done", {"0": 0, "1": 0}, None)
+    assert run.state == "done" and run.metrics.step.tolist() == list(range(1, 11))
+    assert end["summary"]["step"] == 10 and runs().iloc[0].state == "done"
+    until(lambda: nothing_left(run), 5)
+
+
+def test_noise_on_stderr_does_not_hang(start):
+    run = start(steps=5, noise=True)
+    assert ended(run)["state"] == "done"
+    for r in (0, 1): assert run.rundir.log_path(r).stat().st_size >= 2 << 20
+
+
+@pytest.mark.parametrize("nproc", [2, 3])
+def test_a_killed_rank_is_named_within_five_seconds(start, nproc):
+    run = training(start(steps=10_000, nproc=nproc), 3)
+    before = procs(run)
+    victim = run.pids[1]
+    t = time.monotonic()
+    os.kill(victim, signal.SIGKILL)
+    end = ended(run)
+    assert time.monotonic() - t < 5
+    assert end["state"] == "failed" and end["returncodes"]["1"] == -9
+    assert (run.error.rank, run.error.cause, run.error.phase) == (1, "SIGKILL", "training") and run.error.step >= 3 and run.error.fix
+    assert not any(map(alive, before)) and end["survivors"] == []
+
+
+def test_the_first_error_is_shown_not_the_one_that_followed(start):
+    run = start(mode="raise", rank=1)
+    assert ended(run)["state"] == "failed"
+    assert (run.error.rank, run.error.cause, run.error.message, run.error.step) == (1, "ValueError", "a bad batch", 3)
+    assert "a bad batch" in run.error.traceback
+
+
+def test_a_rank_that_leaves_without_a_word(start):
+    run = start(mode="exit", rank=0)
+    assert ended(run)["state"] == "failed"
+    assert run.error.rank == 0 and "exit code 7" in run.error.message
+
+
+def test_a_deaf_rank_does_not_hold_up_the_end(start):
+    "rank 1 ignores SIGTERM and sleeps; rank 0 is killed; torch elastic alone would wait 30 s"
+    run = start(mode="deaf", rank=1, steps=10_000)
+    until(lambda: len(run.events("step", rank=1)) >= 3)
+    t = time.monotonic()
+    os.kill(run.pids[0], signal.SIGKILL)
+    end = ended(run)
+    assert time.monotonic() - t < 8 and run.error.rank == 0 and end["returncodes"] == {"0": -9, "1": -9}
+
+
+def test_children_of_a_killed_rank_are_gone_too(start):
+    run = start(mode="child", rank=1)
+    child = until(lambda: run.events("note"))[0]
+    assert alive(child) and ended(run)["state"] == "failed"
+    assert not alive(child)
+
+
+def test_a_graceful_stop(start):
+    run = training(start(steps=10_000))
+    assert run.stop().state in ("stopping", "stopped")
+    assert ended(run)["state"] == "stopped" and ended(run)["forced"] is None
+    ends = run.events("end")
+    assert {e["state"] for e in ends} == {"stopped"} and len({e["step"] for e in ends}) == 1  # all ranks at the same step
+    run.wait()
+
+
+def test_a_stop_that_ranks_do_not_heed_is_forced(start, monkeypatch):
+    monkeypatch.setenv("SHARDNB_STOP_GRACE", "0.5")
+    run = start(mode="sleepy", steps=10_000, sleep=60)
+    training(run)
+    run.stop()
+    end = ended(run)
+    assert (end["state"], end["forced"], end["error"]) == ("stopped", "SIGTERM", None)
+    until(lambda: nothing_left(run), 5)
+
+
+def test_kill(start):
+    run = training(start(steps=10_000))
+    mine = procs(run)
+    assert run.kill().state == "stopped" and not any(map(alive, mine))
+    assert ended(run)["forced"] == "SIGKILL"
+
+
+def test_ranks_die_with_their_supervisor(start, monkeypatch):
+    run = training(start(steps=10_000))
+    mine, state = procs(run), read_json(run.rundir.state_path)
+    os.kill(state["supervisor"]["pid"], signal.SIGKILL)
+    until(lambda: not any(map(alive, mine)), 5)
+    monkeypatch.setattr("shardnb.run.handle.STALE", .1)
+    until(lambda: run.state == "lost", 5)
+    assert "supervisor" in run.error.message
+
+
+def test_a_terminated_supervisor_says_so(start):
+    run = training(start(steps=10_000))
+    os.kill(read_json(run.rundir.state_path)["supervisor"]["pid"], signal.SIGTERM)
+    assert ended(run)["state"] == "failed" and run.error.cause == "SIGTERM" and run.error.rank is None
+    until(lambda: nothing_left(run), 5)
+
+
+def test_the_death_of_the_notebook_changes_nothing(start, tmp_path):
+    "A process starts a run, shares a process group with nobody, and is killed; the run goes on and its events are complete"
+    code = ("import sys, time; sys.path.insert(0, sys.argv[1])\n"
+            "from shardnb.run.rundir import RunDir; from shardnb.run.launch import LocalLauncher\n"
+            f"rd = RunDir.create('model: tiny\\n', plan={{'strategy': 'ddp', 'nproc': 2, 'env': {ENV!r}, 'test': {{'mode': '', 'steps': 60, 'sleep': .05}}}})\n"
+            "LocalLauncher('gloo_worker').start(rd); print(rd.id, flush=True); time.sleep(600)")
+    p = subprocess.Popen([sys.executable, "-c", code, str(Path(__file__).parent)], stdout=subprocess.PIPE, text=True, start_new_session=True)
+    run = attach(p.stdout.readline().strip())
+    training(run, 3)
+    os.killpg(p.pid, signal.SIGKILL)
+    p.wait(), p.stdout.close()
+    seen = len(run.events("step", rank=0))
+    assert ended(run)["state"] == "done" and seen < 60
+    reader = EventReader(run.rundir.event_path(0))
+    assert [e["step"] for e in reader.read() if e["kind"] == "step"] == list(range(1, 61)) and reader.bad == 0
+    assert attach(run.id).metrics.equals(run.metrics)  # read anew and read bit by bit: the same
+
+
+def test_two_runs_at_once(start):
+    a, b = start(steps=40), start(steps=40)
+    assert ended(a)["state"] == ended(b)["state"] == "done"
+    ports = [{e["port"] for e in r.events("start")} for r in (a, b)]
+    assert len(ports[0]) == len(ports[1]) == 1 and ports[0] != ports[1]
+
+
+def test_a_broken_import_is_on_record(start, monkeypatch, tmp_path):
+    (tmp_path / "broken_worker.py").write_text("import no_such_package_here\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    rundir = RunDir.create("model: tiny\n", plan={"strategy": "ddp", "nproc": 2, "env": ENV})
+    LocalLauncher("broken_worker").start(rundir)
+    run = Run(rundir)
+    assert ended(run)["state"] == "failed"
+    assert run.error.cause == "ModuleNotFoundError" and "no_such_package_here" in run.error.message and run.error.phase == "importing"

@@ -1,0 +1,100 @@
+"The magics in a real kernel: light to load, clear when wrong, completed by Tab."
+import time
+
+import pytest
+from jupyter_client.manager import start_new_kernel
+
+
+class Kernel:
+    def __init__(self):
+        self.km, self.kc = start_new_kernel(kernel_name="python3")
+
+    def run(self, code):
+        "(status, what was printed or returned, error text)"
+        out, errors = [], []
+
+        def hook(m):
+            c = m["content"]
+            if m["msg_type"] == "stream": out.append(c["text"])
+            elif m["msg_type"] in ("execute_result", "display_data"): out.append(c["data"].get("text/plain", ""))
+            elif m["msg_type"] == "error": errors.append("\n".join(c["traceback"]))
+        reply = self.kc.execute_interactive(code, allow_stdin=False, output_hook=hook, timeout=120)
+        return reply["content"]["status"], "".join(out), "\n".join(errors)
+
+    def complete(self, code, pos=None):
+        msg = self.kc.complete(code, len(code) if pos is None else pos)
+        while True:
+            reply = self.kc.get_shell_msg(timeout=30)
+            if reply["parent_header"].get("msg_id") == msg: return reply["content"]["matches"]
+
+    def close(self):
+        self.kc.stop_channels()
+        self.km.shutdown_kernel(now=True)
+
+
+@pytest.fixture(scope="module")
+def kernel():
+    k = Kernel()
+    yield k
+    k.close()
+
+
+def test_loading_is_light(kernel):
+    status, out, err = kernel.run("import time, sys; t = time.perf_counter()\n%load_ext shardnb\nprint(time.perf_counter() - t)\n"
+        "print([m for m in ('torch', 'pandas', 'matplotlib', 'ipywidgets', 'transformers', 'deepspeed') if m in sys.modules])")
+    assert status == "ok", err
+    seconds, heavy = out.split("\n")[:2]
+    assert float(seconds) < 0.5 and heavy == "[]"
+
+
+def test_loading_twice_and_unloading(kernel):
+    assert kernel.run("%reload_ext shardnb\n%load_ext shardnb")[0] == "ok"
+    assert kernel.complete("%%shardtrain --strat") == ["--strategy"]
+    assert kernel.run("%unload_ext shardnb")[0] == "ok"
+    status, out, err = kernel.run("%shardruns")
+    assert status == "error" and "not found" in out + err
+    assert kernel.run("%load_ext shardnb")[0] == "ok"
+
+
+@pytest.mark.parametrize("line, words", [
+    ("%shardtrain --stratgy zero3 --model tiny", ["--stratgy", "did you mean '--strategy'"]),
+    ("%shardtrain --model tiny --dataset demo --strategy zero4", ["strategy", "did you mean 'zero3'"]),
+    ("%shardtrain --nprocs 2 --lerning-rate 1", ["did you mean '--nproc'", "did you mean '--learning-rate'"]),
+    ("%shardtrain --model tiny --dataset demo --nproc $ranks", ["$ranks"]),
+    ("%shardtrain --model 'tiny", ["quote"]),
+    ("%shardtrain", ["needs a recipe"]),
+    ("%shardtrain missing.yaml", ["missing.yaml"]),
+    ("%%shardtrain --model tiny --dataset demo --nproc many\nx = 1", ["nproc", "many"]),
+])
+def test_a_bad_line_is_one_clear_error(kernel, line, words):
+    status, out, err = kernel.run(line)
+    assert status == "error" and not out
+    assert all(w in err for w in words), err
+    assert "Traceback" not in err and "site-packages" not in err and ".py" not in err, "our own traceback says nothing about a slip"
+
+
+def test_help_lists_the_fields(kernel):
+    status, out, _ = kernel.run("%shardtrain --help")
+    assert status == "ok" and "--micro-batch" in out and "--wait" in out
+
+
+@pytest.mark.parametrize("code, pos, want", [
+    ("%shardtrain --max-st", None, ["--max-steps"]),
+    ("%%shardtrain --model tiny --tuning l", None, ["lora"]),
+    ("%%shardtrain --strategy zero2+", None, ["zero2+optim-cpu"]),
+    ("%shardpick --tun", None, ["--tuning"]),
+])
+def test_completion(kernel, code, pos, want):
+    assert kernel.complete(code, pos) == want
+
+
+def test_completion_leaves_the_body_alone(kernel):
+    assert "--model" not in kernel.complete("%%shardtrain --model tiny\nimport os\nos.pat")
+    assert any("path" in m for m in kernel.complete("%%shardtrain --model tiny\nimport os\nos.pat") + kernel.complete("import os\nos.pat"))
+
+
+def test_completion_is_quick(kernel):
+    kernel.complete("%%shardtrain --s")
+    t = time.perf_counter()
+    kernel.complete("%%shardtrain --s")
+    assert time.perf_counter() - t < 1
