@@ -10,9 +10,9 @@ def recipe_fields():
     "Every field of a recipe, from the model that magics, command line, YAML and picker are made from"
     from shardnb.plan.recipe import recipe_table
     groups = {}
-    for name, kind, default, group, meaning in recipe_table(): groups.setdefault(group, []).append((f"`{name}`", kind, f"`{default}`" if default != "worked out" else default, meaning))
+    for name, kind, default, group, meaning in recipe_table(): groups.setdefault(group, []).append((f"`{name}`", kind, f"`{default}`" if default != "worked out" else "", meaning))
     lines = ["# Recipe fields", "", "One model describes a run. The same field is a keyword of `Recipe`, a key in YAML, an option of `%%shardtrain` and of `shardnb train`, "
-             "and most are a control of the picker. What is *worked out* depends on the model and the machine.", ""]
+             "and some are a control of the picker. Where no default stands, it is worked out from the model and the machine, or nothing is needed.", ""]
     for group, rows in groups.items():
         lines += [f"## {group.capitalize()}", "", "| field | type | default | meaning |", "| --- | --- | --- | --- |", *("| " + " | ".join(map(cell, r)) + " |" for r in rows), ""]
     return "\n".join(lines)

@@ -21,6 +21,7 @@ def relative(md, up):
     "Links to the site itself, made relative; backticks inside a link text stay code"
     md = re.sub(rf"\[`([^`]+)`\]\({re.escape(HOST)}/?([^)]*)\)(?:\{{[^}}]*\}})?", rf'<a href="{up}\2"><code>\1</code></a>', md)
     md = re.sub(rf"(?<!!)\[([^\]`]+)\]\({re.escape(HOST)}/?([^)]*)\)", rf'<a href="{up}\2">\1</a>', md)
+    md = re.sub(r'<a href="[^"]*#_[^"]*">(<code>[^<]*</code>)</a>', r"\1", md)   # private names have no place of their own
     for name, page in OUTSIDE.items(): md = md.replace(f"](../{name})", f"]({up}{page})")
     # a link to a neighbouring notebook is a link to its page
     return re.sub(r"\]\((?!\w+:)([^)#\s]+)\.ipynb(#[^)]*)?\)", lambda m: f"]({page_name(Path(m[1] + '.ipynb')).as_posix()}{m[2] or ''})", md)

@@ -1,8 +1,10 @@
 "What `make test` runs, part by part, with the wall time of each. `python tests/suite.py NAME...` runs only the parts named."
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -44,10 +46,12 @@ PARTS = dict(export=export, lint=lint, notebooks=notebooks, tests=tests)   # pyt
 
 if __name__ == "__main__":
     names, failed = sys.argv[1:] or list(PARTS), []
+    ENV["SHARDNB_HOME"] = home = tempfile.mkdtemp(prefix="shardnb-test-")   # notebooks and tests start hundreds of runs
     for name in names:
         print(f"== {name}", flush=True)
         t = time.monotonic()
         code = PARTS[name]()
         if code: failed.append(name)
         if name != names[-1] or failed: print(f"== {name}: {'failed' if code else 'ok'}, {time.monotonic() - t:.0f} s", flush=True)
-    if failed: sys.exit(f"make test failed in: {', '.join(failed)}")
+    if failed: sys.exit(f"make test failed in: {', '.join(failed)} (its runs are kept in {home})")
+    shutil.rmtree(home, ignore_errors=True)

@@ -39,7 +39,8 @@ def folder(tmp_path_factory):
     put("broken.jsonl", '{"prompt": "a", "completion": "b"}\n{"prompt": "a", \n')
     put("odd.jsonl", '{"weight": 3}\n')
     put("sheet.xlsx", "x")
-    put("not_causal/config.json", {"model_type": "distilbert", "architectures": ["DistilBertForMaskedLM"], "vocab_size": 99, "dim": 16, "n_heads": 2, "n_layers": 1})
+    put("not_causal/config.json", {"model_type": "distilbert", "architectures": ["DistilBertForMaskedLM"], "vocab_size": 99, "dim": 16, "n_heads": 2,
+                                   "n_layers": 1})
     put("broken_config/config.json", '{"model_type": "llama", ')
     put("no_type/config.json", {"hidden_size": 64})
     put("no_config/readme.txt", "weights elsewhere")
@@ -131,7 +132,8 @@ TABLE = [
     # engine settings
     ("loss scale for bf16", DS, {"bf16": {"enabled": True, "loss_scale": 16384}}, "deepspeed.bf16.loss_scale", "belongs to fp16"),
     ("stage that the strategy isn't", DS, {"zero_optimization": {"stage": 2}}, "deepspeed.zero_optimization.stage", "strategy zero2"),
-    ("slip in a ZeRO key", DS, {"zero_optimization": {"stage": 3, "overlap_com": True}}, "deepspeed.zero_optimization.overlap_com", "did you mean 'overlap_comm'"),
+    ("slip in a ZeRO key", DS, {"zero_optimization": {"stage": 3, "overlap_com": True}}, "deepspeed.zero_optimization.overlap_com",
+     "did you mean 'overlap_comm'"),
     ("slip at the top", DS, {"gradient_cliping": 1.0}, "deepspeed.gradient_cliping", "did you mean 'gradient_clipping'"),
     ("batch that the recipe isn't", RES, dict(OK, micro_batch=4, deepspeed={"zero_optimization": {"stage": 3}, "train_micro_batch_size_per_gpu": 1}),
      "deepspeed.train_micro_batch_size_per_gpu", "contradicts micro_batch=4"),

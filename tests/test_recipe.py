@@ -215,13 +215,15 @@ ARTICLE_A = {"train_batch_size": 8, "gradient_accumulation_steps": 4, "optimizer
 def test_article_a_two_gpus():
     "Right for two GPUs: accepted, with a note for each entry that does nothing"
     r = Recipe(model="tiny", dataset="demo", deepspeed=ARTICLE_A).resolve(2, cuda=True, bf16_ok=True)
-    assert (r.strategy, r.precision, r.micro_batch, r.grad_accum, r.global_batch, r.learning_rate, r.weight_decay) == ("zero3+optim-cpu", "fp16", 1, 4, 8, 2e-5, 0.01)
+    assert (r.strategy, r.precision, r.micro_batch, r.grad_accum, r.global_batch, r.learning_rate, r.weight_decay) == ("zero3+optim-cpu", "fp16", 1, 4, 8,
+            2e-5, 0.01)
     s = settings(r.strategy, r, SMOL, 2, cuda=True)
     z = s["deepspeed"]["zero_optimization"]
     assert z["reduce_bucket_size"] == 500_000_000 and isinstance(z["reduce_bucket_size"], int)
     assert not {"allgather_partitions", "allgather_bucket_size"} & set(z) and "activation_checkpointing" not in s["deepspeed"]
     told = [n for n in s["notes"] if n.startswith("deepspeed.")]
-    for word in ("allgather_partitions has no effect", "allgather_bucket_size has no effect", "activation_checkpointing has no effect", "holds 0.93 GiB", "optimizer is read as optim"):
+    for word in ("allgather_partitions has no effect", "allgather_bucket_size has no effect", "activation_checkpointing has no effect", "holds 0.93 GiB",
+                 "optimizer is read as optim"):
         assert sum(word in n for n in told) == 1, word
     assert len(told) == 5
     assert validate_deepspeed(s["deepspeed"], 2) == []
@@ -247,13 +249,15 @@ ARTICLE_B = {"fp16": {"enabled": False}, "bf16": {"enabled": True},
              "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "none"}, "offload_param": {"device": "none"}, "overlap_comm": True,
                                    "contiguous_gradients": True, "sub_group_size": 1e9, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
                                    "stage3_param_persistence_threshold": "auto", "stage3_max_live_parameters": 1e9, "stage3_max_reuse_distance": 1e9},
-             "gradient_accumulation_steps": 4, "gradient_clipping": 1.0, "steps_per_print": 100, "train_micro_batch_size_per_gpu": 1, "wall_clock_breakdown": False}
+             "gradient_accumulation_steps": 4, "gradient_clipping": 1.0, "steps_per_print": 100, "train_micro_batch_size_per_gpu": 1,
+             "wall_clock_breakdown": False}
 
 
 def test_article_b_alone():
     "Nothing contradicts it: its numbers move into the recipe, its 'auto' into ours"
     r = Recipe(model="tiny", dataset="demo", deepspeed=ARTICLE_B).resolve(8, cuda=True, bf16_ok=True)
-    assert (r.strategy, r.precision, r.micro_batch, r.grad_accum, r.adam_beta2, r.warmup_steps, r.lr_scheduler_type) == ("zero3", "bf16", 1, 4, 0.95, 100, "constant_with_warmup")
+    assert (r.strategy, r.precision, r.micro_batch, r.grad_accum, r.adam_beta2, r.warmup_steps, r.lr_scheduler_type) == ("zero3", "bf16", 1, 4, 0.95, 100,
+            "constant_with_warmup")
     s = settings(r.strategy, r, dict(SMOL, hidden_size=8192), 8, cuda=True)
     z = s["deepspeed"]["zero_optimization"]
     assert (z["reduce_bucket_size"], z["stage3_prefetch_bucket_size"], z["stage3_param_persistence_threshold"]) == (67108864, 60397977, 81920)
@@ -263,10 +267,12 @@ def test_article_b_alone():
 
 def test_article_b_with_its_command_line():
     "One message for each of its contradictions"
-    r = Recipe(model="tiny", dataset="demo", deepspeed=ARTICLE_B, micro_batch=4, grad_accum=1, weight_decay=0.1, warmup_ratio=0.03, lr_scheduler_type="cosine", learning_rate=2e-5)
+    r = Recipe(model="tiny", dataset="demo", deepspeed=ARTICLE_B, micro_batch=4, grad_accum=1, weight_decay=0.1, warmup_ratio=0.03,
+               lr_scheduler_type="cosine", learning_rate=2e-5)
     with pytest.raises(RecipeError) as e: r.resolve(8, cuda=True, bf16_ok=True)
     assert sorted(p.field for p in e.value.problems) == sorted("deepspeed." + k for k in (
-        "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer.params.weight_decay", "scheduler.params.warmup_num_steps", "scheduler.type"))
+        "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "optimizer.params.weight_decay", "scheduler.params.warmup_num_steps",
+        "scheduler.type"))
 
 
 def test_article_b_remedy_for_nan():
@@ -285,7 +291,8 @@ def preset(stage, optim=None, param=None):
     z = {"stage": stage, "contiguous_gradients": True, "overlap_comm": False, "reduce_scatter": True, "reduce_bucket_size": "auto" if stage == 3 else 2e8}
     if stage < 3: z |= {"allgather_partitions": True, "allgather_bucket_size": 2e8}
     else: z |= {"sub_group_size": 1e9, "stage3_prefetch_bucket_size": "auto", "stage3_param_persistence_threshold": "auto", "stage3_max_live_parameters": 1e9,
-                "stage3_max_reuse_distance": 1e9, "stage3_gather_16bit_weights_on_model_save": True, "zero_quantized_weights": False, "zero_quantized_gradients": False}
+                "stage3_max_reuse_distance": 1e9, "stage3_gather_16bit_weights_on_model_save": True, "zero_quantized_weights": False,
+                "zero_quantized_gradients": False}
     if stage: z["offload_optimizer"] = {"device": optim or "none", "pin_memory": True}
     if stage == 3: z["offload_param"] = {"device": param or "none", "pin_memory": True}
     return {"fp16": {"enabled": "auto", "loss_scale": 0, "loss_scale_window": 1000, "initial_scale_power": 16, "hysteresis": 2, "min_loss_scale": 1},
@@ -313,7 +320,8 @@ def test_ms_swift_presets_load(name, tmp_path):
 
 
 def test_ms_swift_fsdp2_preset():
-    p = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"activation_checkpointing": True, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "cpu_ram_efficient_loading": True,
+    p = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"activation_checkpointing": True, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+            "cpu_ram_efficient_loading": True,
          "fsdp_version": 2, "reshard_after_forward": True, "state_dict_type": "SHARDED_STATE_DICT"}}
     r = Recipe(model="tiny", dataset="demo", strategy="fsdp", fsdp_config=p).resolve(2)
     assert r.activation_checkpointing is True
@@ -327,18 +335,24 @@ TRAPS = [
     ({"bf16": {"enabled": True, "loss_scale": "auto"}}, "zero3", "bf16.loss_scale", "belongs to fp16"),
     ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "zero3", "fp16.enabled", "can't both"),
     ({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "zero2", "zero_optimization.offload_param", "stage 3 only"),
-    ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, "zero3+optim-nvme", "zero_optimization.offload_optimizer.nvme_path", "needs nvme_path"),
-    ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": ""}}}, "zero3+param-nvme", "zero_optimization.offload_param.nvme_path", "needs nvme_path"),
-    ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}}, "zero2+optim-cpu", "zero_optimization.offload_optimizer.device", "quietly use the CPU"),
+    ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, "zero3+optim-nvme", "zero_optimization.offload_optimizer.nvme_path",
+     "needs nvme_path"),
+    ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": ""}}}, "zero3+param-nvme",
+     "zero_optimization.offload_param.nvme_path", "needs nvme_path"),
+    ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/x"}}}, "zero2+optim-cpu",
+     "zero_optimization.offload_optimizer.device", "quietly use the CPU"),
     ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "gpu"}}}, "zero3", "zero_optimization.offload_optimizer.device", "not a place"),
-    ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "zero3+optim-cpu", "zero_optimization.offload_optimizer.ratio", "partial"),
-    ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}, "zero3", "zero_optimization.offload_optimizer.device", "contradicts strategy zero3"),
+    ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "zero3+optim-cpu",
+     "zero_optimization.offload_optimizer.ratio", "partial"),
+    ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}}}, "zero3", "zero_optimization.offload_optimizer.device",
+     "contradicts strategy zero3"),
     ({"zero_optimization": {"stage": 2}}, "zero3", "zero_optimization.stage", "contradicts"),
     ({"zero_optimization": {"stage": 4}}, "zero3", "zero_optimization.stage", "not a stage"),
     ({"zero_optimization": {"stage": 3, "overlap_com": True}}, "zero3", "zero_optimization.overlap_com", "no such key"),
     ({"zero_optimization": {"stage": 3, "max_live_parameters": 1e9}}, "zero3", "zero_optimization.max_live_parameters", "no such key"),
     ({"zero_optimization": {"stage": 3, "cpu_offload": True}}, "zero3", "zero_optimization.cpu_offload", "old name"),
-    ({"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 15099494.4}}, "zero3", "zero_optimization.stage3_prefetch_bucket_size", "not a whole number"),
+    ({"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 15099494.4}}, "zero3", "zero_optimization.stage3_prefetch_bucket_size",
+     "not a whole number"),
     ({"zero_optimization": {"stage": 3, "reduce_bucket_size": "5e8"}}, "zero3", "zero_optimization.reduce_bucket_size", "not a number"),
     ({"zero_optimization": True}, "zero3", "zero_optimization", "not an object"),
     ({"zero_optimization": {"stage": 3, "contiguous_gradients": "yes"}}, "zero3", "zero_optimization.contiguous_gradients", "not true or false"),
@@ -378,7 +392,8 @@ def test_no_effect_is_said(d, strategy, words):
 
 
 def test_auto_never_reaches_deepspeed():
-    d = {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "offload_optimizer": {"device": "cpu", "pin_memory": "auto"}}, "train_batch_size": "auto", "bf16": {"enabled": "auto"}}
+    d = {"zero_optimization": {"stage": 3, "reduce_bucket_size": "auto", "offload_optimizer": {"device": "cpu", "pin_memory": "auto"}},
+         "train_batch_size": "auto", "bf16": {"enabled": "auto"}}
     r = Recipe(deepspeed=d).resolve(2)
     assert "auto" not in json.dumps(settings(r.strategy, r, SMOL, 2)["deepspeed"])
     assert [p.field for p in validate_deepspeed(d, 2)][:1] == ["deepspeed.zero_optimization.reduce_bucket_size"]
@@ -386,19 +401,23 @@ def test_auto_never_reaches_deepspeed():
 
 def test_deepspeeds_own_classes_are_asked():
     "What slips through the rules is caught by DeepSpeed's classes, each block by its own"
-    bad = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4, "bf16": {"enabled": True, "loss_scale": 1}, "zero_optimization": {"stage": 3, "overlap_com": True}}
+    bad = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4, "bf16": {"enabled": True, "loss_scale": 1},
+           "zero_optimization": {"stage": 3, "overlap_com": True}}
     assert {p.field for p in validate_deepspeed(bad, 2)} == {"deepspeed.bf16.loss_scale", "deepspeed.zero_optimization.overlap_com"}
     (p,) = validate_deepspeed({"train_batch_size": 8, "gradient_accumulation_steps": 4}, 4)
     assert "Micro batch size per gpu: 0" in p.message
 
 
 def test_what_a_json_says():
-    assert {k: v for k, (v, _) in said_by(ARTICLE_A).items()} == dict(global_batch=8, grad_accum=4, learning_rate=2e-5, weight_decay=0.01, optim="adamw_torch", precision="fp16")
+    assert {k: v for k, (v, _) in said_by(ARTICLE_A).items()} == dict(global_batch=8, grad_accum=4, learning_rate=2e-5, weight_decay=0.01,
+            optim="adamw_torch", precision="fp16")
     assert strategy_of({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}) == "zero2+optim-cpu"
 
 
-@pytest.mark.parametrize("d,field", [({"fsdp_version": 1}, "version"), ({"keep_low_precision_buffers": False}, "keep_low_precision_buffers"), ({"reshard_after_forward": False}, "reshard_after_forward"),
-                                     ({"cpu_offload": True}, "offload_params"), ({"state_dict_type": "LOCAL_STATE_DICT"}, "state_dict_type"), ({"param_dtype": "fp8"}, "param_dtype")])
+@pytest.mark.parametrize("d,field", [({"fsdp_version": 1}, "version"), ({"keep_low_precision_buffers": False}, "keep_low_precision_buffers"),
+                                     ({"reshard_after_forward": False}, "reshard_after_forward"),
+                                     ({"cpu_offload": True}, "offload_params"), ({"state_dict_type": "LOCAL_STATE_DICT"}, "state_dict_type"),
+                                     ({"param_dtype": "fp8"}, "param_dtype")])
 def test_fsdp_settings_that_are_wrong(d, field):
     _, problems, _ = check_fsdp(d, Recipe(), "fsdp")
     assert [p.field for p in problems] == [f"fsdp_config.{field}"]

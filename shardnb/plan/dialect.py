@@ -31,7 +31,7 @@ FLAT = {
     "distributed_strategy": "strategy", "nproc_per_node": "nproc", "num_processes": "nproc", "num_gpus": "nproc",
     "gradient_checkpointing": "activation_checkpointing", "fsdp_transformer_layer_cls_to_wrap": "fsdp_wrap", "ddp_timeout": "timeout"}
 
-# %% ../../nbs/plan/03_dialect.ipynb #74e2c9af
+# %% ../../nbs/plan/03_dialect.ipynb #8360b6ea
 _NOTHING = {"do_train": "shardnb always trains", "overwrite_output_dir": "each run has its own folder", "use_cpu": "the machine decides",
             "no_cuda": "the machine decides",
             "ddp_find_unused_parameters": "the worker sets it", "remove_unused_columns": "the worker sets it", "logging_first_step": "every step is logged",
@@ -42,7 +42,8 @@ _NOTHING = {"do_train": "shardnb always trains", "overwrite_output_dir": "each r
 _LORA = {"rank": "lora_r", "r": "lora_r", "alpha": "lora_alpha", "dropout": "lora_dropout", "target_modules": "lora_target_modules",
          "targets": "lora_target_modules"}
 _SECTIONS = ("training", "train", "trainer", "model", "data", "dataset", "optimization", "sharding", "saving", "logging", "ranks", "batch", "precision",
-             "tuning", "lora", "peft")
+             "tuning")
+_LORA_SECTIONS = ("lora", "peft", "lora_config")
 
 # %% ../../nbs/plan/03_dialect.ipynb #18d69254
 def _truthy(v): return v is True or (isinstance(v, str) and v.strip().lower() in ("true", "yes", "on", "1"))

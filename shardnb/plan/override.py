@@ -8,8 +8,9 @@ Docs: https://shardnb.github.io/shardnb/plan/override.html.md"""
 __all__ = ['said_by', 'strategy_of', 'adopt', 'check_deepspeed', 'check_fsdp', 'override_problems', 'merge_override',
            'validate_deepspeed']
 
-# %% ../../nbs/plan/04_override.ipynb #7f61bcd5
+# %% ../../nbs/plan/04_override.ipynb #1e1b68f1
 import copy
+from functools import partial
 from .problem import Problem, RecipeError, nearest
 from .document import read_json
 from .recipe import Recipe, _once
@@ -180,7 +181,7 @@ def _offload_says(at, place, part, s):
     right = s.base + "".join(sorted(others))
     return Problem(f"{at}.device", place, f"'{place}' contradicts strategy {s.name}", f"{s.offload.get(part, 'none')}, or strategy {right}", right)
 
-# %% ../../nbs/plan/04_override.ipynb #6fbde0c5
+# %% ../../nbs/plan/04_override.ipynb #2dad0ba9
 def _zero_rules(z, s, recipe, problems, notes):
     "Checks the `zero_optimization` block; returns what overrides ours."
     at = "deepspeed.zero_optimization"
@@ -192,7 +193,7 @@ def _zero_rules(z, s, recipe, problems, notes):
     known = _ANY | _ONLY3 | _ONLY12
     for k, v in z.items():
         if k in ("stage", "offload_optimizer", "offload_param") or v == "auto": continue
-        if k in _OLD: problems.append(Problem(f"{at}.{k}", v, f"is an old name", _OLD[k], _OLD[k]))
+        if k in _OLD: problems.append(Problem(f"{at}.{k}", v, "is an old name", _OLD[k], _OLD[k]))
         elif k not in known:
             problems.append(Problem(f"{at}.{k}", v, "DeepSpeed has no such key", None if nearest(k, known) else "the keys of DeepSpeed's zero_optimization",
                                     nearest(k, known) or nearest("stage3_" + k, known)))
@@ -412,7 +413,7 @@ def _autos(d, at="deepspeed"):
         if v == "auto": yield f"{at}.{k}"
         elif isinstance(v, dict): yield from _autos(v, f"{at}.{k}")
 
-# %% ../../nbs/plan/04_override.ipynb #59bd941d
+# %% ../../nbs/plan/04_override.ipynb #ba74f17b
 def validate_deepspeed(
     d,             # a complete DeepSpeed JSON
     world_size=1,  # ranks
@@ -423,7 +424,7 @@ def validate_deepspeed(
     from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
     problems = [Problem(at, "auto", "is still 'auto', which DeepSpeed drops", "a number") for at in _autos(d)]
     for block, cls in (("bf16", DeepSpeedBF16Config), ("fp16", DeepSpeedFP16Config), ("zero_optimization", DeepSpeedZeroConfig)):
-        if isinstance(d.get(block), dict): _asked(block, lambda: cls(**d[block]), problems)
+        if isinstance(d.get(block), dict): _asked(block, partial(cls, **d[block]), problems)
     if problems: return problems
     c = DeepSpeedConfig.__new__(DeepSpeedConfig)  # its __init__ asks the process group for the world size, and there is none here
     c._param_dict, c.world_size, c.global_rank = copy.deepcopy(d), world_size, 0

@@ -11,7 +11,7 @@ __all__ = ['Problem', 'nearest', 'short_count', 'ShardnbError', 'RecipeError', '
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-# %% ../../nbs/plan/00_problem.ipynb #6e7dc513
+# %% ../../nbs/plan/00_problem.ipynb #2fa2ad6e
 @dataclass(frozen=True)
 class Problem:
     "One thing that is wrong with an input."
@@ -22,7 +22,7 @@ class Problem:
     nearest: str|None = None   # the one right value that is closest to what was given
     def __str__(self):
         parts = [f"{self.field}: {self.message}"]
-        if self.allowed: parts.append(f"allowed: {self.allowed}")
+        if self.allowed and self.allowed not in self.message: parts.append(f"allowed: {self.allowed}")
         if self.nearest is not None: parts.append(f"did you mean '{self.nearest}'?")
         return "; ".join(parts)
 

@@ -307,10 +307,10 @@ def _magic_line(self, magic="%shardtrain") -> str:
     return " ".join(parts)
 Recipe.magic_line = _magic_line
 
-# %% ../../nbs/plan/02_recipe.ipynb #122abbf9
+# %% ../../nbs/plan/02_recipe.ipynb #d87da5ae
 def _to_yaml(self, path=None) -> str: # the text; with `path` it is written there too
     "This recipe as YAML."
-    text = yaml.safe_dump(self.options(), sort_keys=False, allow_unicode=True, default_flow_style=None, width=120) if self.options() else "{}\n"
+    text = yaml.safe_dump(self.options(), sort_keys=False, allow_unicode=True, default_flow_style=False, width=120) if self.options() else "{}\n"
     if path is not None: Path(path).write_text(text, encoding="utf-8")
     return text
 Recipe.to_yaml = _to_yaml

@@ -8,7 +8,7 @@ Docs: https://shardnb.github.io/shardnb/run/data.html.md"""
 __all__ = ['has_markers', 'tokenize', 'load_rows', 'tokenize_rows', 'pad_to_full_batches', 'order_indices', 'RowOrder',
            'collator_for', 'preview', 'preview_text', 'preview_html']
 
-# %% ../../nbs/run/06_data.ipynb #d7e04d0d
+# %% ../../nbs/run/06_data.ipynb #aebedcb5
 import hashlib
 import html
 import json
@@ -18,7 +18,8 @@ from pathlib import Path
 
 from ..plan.problem import Problem, RecipeError
 from .demo import PINNED, demo_note
-from .formats import FORMATS, RowError, check_dataset, format_of, is_file_name, normalise, raw_rows, rows
+from .formats import RowError, is_file_name, raw_rows, rows
+from .formats import check_dataset as check_dataset, format_of as format_of   # offered here too
 from .models import build_once, cache_dir, load_tokenizer
 
 # %% ../../nbs/run/06_data.ipynb #25cd03a3

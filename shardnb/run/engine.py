@@ -125,7 +125,7 @@ def _facts(eng, world_size, **extra):
     return dict(world_size=world_size, elements=_count(ps, size), trainable=_count([p for p in ps if p.requires_grad], size),
                 param_dtypes=dtypes, backend=dist.get_backend(), device=str(eng.device), **extra)
 
-# %% ../../nbs/run/04_engine.ipynb #6a87c9a0
+# %% ../../nbs/run/04_engine.ipynb #302e842f
 class DDPEngine(Engine):
     "Replicated parameters, gradients and optimizer; gradients are all-reduced."
     name = "ddp"
@@ -139,7 +139,7 @@ class DDPEngine(Engine):
         hook = DDPCommunicationHookType(self.config.get("comm_hook") or "no")
         return DistributedDataParallelKwargs(**{k: v for k, v in self.config.items() if k != "comm_hook"}, comm_hook=hook)
 
-    def plugins(self): return dict(kwargs_handlers=[self._handler()])
+    def plugins(self): return dict(cpu=self.device.type == "cpu", kwargs_handlers=[self._handler()])
 
     def before_wrap(self, accelerator, model): accelerator.ddp_handler = self._handler() # Trainer passes none of these options on
 
@@ -164,7 +164,7 @@ class DDPEngine(Engine):
         "Every rank owns all of every parameter."
         return [[n, list(p.shape), p.numel(), "whole", 0] for n, p in self.full_parameters()]
 
-# %% ../../nbs/run/04_engine.ipynb #b78dcad4
+# %% ../../nbs/run/04_engine.ipynb #6bd37fda
 class DeepSpeedEngine(Engine):
     "ZeRO: stage 1 shards the optimizer, stage 2 gradients too, stage 3 parameters too."
     name = "deepspeed"
@@ -197,9 +197,11 @@ class DeepSpeedEngine(Engine):
         accelerator.state.deepspeed_plugin.deepspeed_config.update(copy.deepcopy(self.config))
 
     def plugins(self):
+        from accelerate import PartialState
         from accelerate.utils import DeepSpeedPlugin
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
-        return dict(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=self.config))
+        PartialState(backend=dist.get_backend())
+        return dict(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=copy.deepcopy(self.config)))
 
     def _hook_step(self):
         engine = self.model

@@ -7,11 +7,10 @@ Docs: https://shardnb.github.io/shardnb/run/explain.html.md"""
 # %% auto #0
 __all__ = ['RunError', 'known_cause', 'signal_name', 'is_secondary', 'write_error', 'last_seen', 'first_cause']
 
-# %% ../../nbs/run/10_explain.ipynb #5ef06ac3
+# %% ../../nbs/run/10_explain.ipynb #763a9602
 import re, signal, time, traceback
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from fastcore.basics import patch
 from .event import EventReader
 from .rundir import RunDir, read_json, write_json
 

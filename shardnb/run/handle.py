@@ -188,10 +188,10 @@ def wait(self:Run,
     if self.state in ("failed", "lost"): raise RunFailed(self.error, self)
     return self
 
-# %% ../../nbs/run/11_handle.ipynb #2c75f267
+# %% ../../nbs/run/11_handle.ipynb #564c2ad4
 def _last(self):
     "(step, total, loss, peak bytes) as far as known"
-    steps, peaks = self.events("step", rank=0), [e["bytes"].get("total", 0) for e in self.events("memory") if e["moment"] == "peak"]
+    steps, peaks = self.events("step", rank=0), [e["bytes"].get("total", 0) for e in self.events("memory") if e["moment"] == "peak" and e["place"] == "device"]
     last = steps[-1] if steps else {}
     return last.get("step"), last.get("total_steps"), last.get("loss"), max(peaks, default=None)
 
@@ -200,7 +200,7 @@ def _facts(self):
     plan, (step, total, loss, peak) = self.plan, _last(self)
     n = plan.get("world_size") or plan.get("nproc")
     out = [("state", self.state), ("strategy", f"{plan.get('strategy', '?')} on {n} rank{'s' if n != 1 else ''}"), ("model", plan.get("model")), ("step", f"{step}/{total}" if total else step),
-           ("loss", None if loss is None else f"{loss:.4g}"), ("peak of a rank", f"{peak / 2**30:.2f} GiB" if peak else None), ("error", str(self.error) if self.error else None)]
+           ("loss", None if loss is None else f"{loss:.4g}"), ("peak of a rank", f"{peak / 2**30:.3g} GiB" if peak else None), ("error", str(self.error) if self.error else None)]
     return [(k, v) for k, v in out if v is not None]
 
 @patch
@@ -247,13 +247,14 @@ def _start(recipe, cell, plan, inputs):
     LocalLauncher().start(rundir)
     return Run(rundir)
 
-# %% ../../nbs/run/11_handle.ipynb #44ffecd4
+# %% ../../nbs/run/11_handle.ipynb #fb7af970
 def train(
     recipe=None, # a Recipe, a dict, or YAML as text or file
     cell:str=None, # text of a cell to run on every rank; None: the recipe says everything
     wait:bool=False, # True: come back at the end, and raise RunFailed when it failed
     inputs:dict=None, # variables for the cell, before those of the notebook
     namespace:dict=None, # the notebook's variables; None: those of the running IPython, if there is one
+    sample_prompts=(), # texts that the model answers before and after training
 ) -> Run: # the run, started
     "Run a recipe, or a cell under a recipe, on every rank"
     from shardnb.run.planner import plan_run
@@ -266,10 +267,10 @@ def train(
         try: plan = plan_run(recipe, parsed)
         except RecipeError as e: problems += e.problems
     if problems: raise RecipeError(problems)
-    run = _start(plan.pop("recipe"), cell, plan, sent)
+    run = _start(plan.pop("recipe"), cell, plan | {"sample_prompts": list(sample_prompts)}, sent)
     return run.wait() if wait else run
 
-# %% ../../nbs/run/11_handle.ipynb #ddb9b0d5
+# %% ../../nbs/run/11_handle.ipynb #e2c2e8a2
 def _resume_problems(run, old, new, ckpt):
     "Why a run can't be resumed so"
     if not run.ended: yield Problem("resume", run.state, f"run {run.id} is {run.state}; stop it first")
@@ -292,7 +293,7 @@ def resume(self:Run,
     new = old.replace(**changes)
     ckpt = next((c for c in reversed(self.checkpoints) if c.complete and (c.path / "trainer_state.json").exists()), None)
     if problems := list(_resume_problems(self, old, new, ckpt)): raise RecipeError(problems)
-    plan = plan_run(new, Cell(cell)) | {"resume_from": str(ckpt.path), "resumed": self.id}
+    plan = plan_run(new, Cell(cell)) | {"resume_from": str(ckpt.path), "resumed": self.id, "sample_prompts": self.plan.get("sample_prompts", [])}
     run = _start(plan.pop("recipe"), cell, plan, self.rundir.inputs_path.read_bytes() if self.rundir.inputs_path.exists() else None)
     return run.wait() if wait else run
 

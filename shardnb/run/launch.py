@@ -198,7 +198,7 @@ def _run_ranks(self:Supervisor):
     try: agent.run()
     finally: self.codes = agent.codes()
 
-# %% ../../nbs/run/09_launch.ipynb #0a20a71f
+# %% ../../nbs/run/09_launch.ipynb #afece27c
 @patch
 def _sweep(self:Supervisor):
     "End what is left of what we started, and see that it is gone"
@@ -219,7 +219,7 @@ def _summary(self:Supervisor):
     for r in self.rundir.ranks():
         for e in EventReader(self.rundir.event_path(r)).read():
             if e["kind"] == "step" and r == 0: out |= {"step": e.get("step"), "loss": e.get("loss")}
-            elif e["kind"] == "memory" and e.get("moment") == "peak": out["peak_bytes"] = max(out["peak_bytes"] or 0, e["bytes"].get("total") or 0)
+            elif e["kind"] == "memory" and (e.get("moment"), e.get("place")) == ("peak", "device"): out["peak_bytes"] = max(out["peak_bytes"] or 0, e["bytes"].get("total") or 0)
             elif e["kind"] == "end" and r == 0: out["ended"] = e.get("state")
     return out
 

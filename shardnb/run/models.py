@@ -9,13 +9,14 @@ __all__ = ['DEMO_PIP', 'cache_dir', 'build_once', 'demo_problems', 'is_local', '
            'weights_dtype', 'load_model', 'load_tokenizer', 'vocabulary_problems', 'peft_config', 'cast_adapters',
            'apply_peft']
 
-# %% ../../nbs/run/05_models.ipynb #17e18dfd
+# %% ../../nbs/run/05_models.ipynb #2b62c50f
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +30,7 @@ def cache_dir() -> Path: # `$SHARDNB_CACHE`, else `shardnb` in the user's cache 
     base = Path(own) if own else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardnb"
     return base.expanduser().absolute()
 
-# %% ../../nbs/run/05_models.ipynb #375df9ce
+# %% ../../nbs/run/05_models.ipynb #39dae466
 def build_once(
     folder: Path, # the folder that must exist afterwards
     build: Callable[[Path], None], # writes everything into the (empty) folder it is given
@@ -40,9 +41,8 @@ def build_once(
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(str(folder.with_name(folder.name + ".lock"))):
         if folder.is_dir(): return folder
-        part = folder.with_name(folder.name + ".part")
-        if part.exists(): shutil.rmtree(part)   # left by a process that was killed: we hold the lock, nobody writes it
-        part.mkdir()
+        for left in folder.parent.glob(folder.name + ".part-*"): shutil.rmtree(left, ignore_errors=True)   # of a process that was killed
+        part = Path(tempfile.mkdtemp(prefix=folder.name + ".part-", dir=folder.parent))   # a name of its own: a child of that process may still write
         build(part)
         os.replace(part, folder)
     return folder

@@ -246,7 +246,7 @@ def watch(
     observer.engine.before_wrap(trainer.accelerator, trainer.model)
     return trainer
 
-# %% ../../nbs/run/08_observer.ipynb #66437a37
+# %% ../../nbs/run/08_observer.ipynb #cb1c2c1b
 class LazyAccelerator:
     "Stands for the accelerator until it is used, then is it."
     def __init__(self,
@@ -275,7 +275,7 @@ def loop_accelerator(
     from accelerate import Accelerator
     engine = observer.engine
     if hasattr(engine, "set_batch"): engine.set_batch(micro_batch, grad_accum)
-    acc = Accelerator(cpu=engine.device.type == "cpu", mixed_precision=engine.mixed_precision, gradient_accumulation_steps=grad_accum, **engine.plugins())
+    acc = Accelerator(mixed_precision=engine.mixed_precision, gradient_accumulation_steps=grad_accum, **engine.plugins())
     plain = acc.prepare
     def prepare(*objects, **kw):
         model = next((o for o in objects if isinstance(o, torch.nn.Module)), None)
@@ -283,7 +283,7 @@ def loop_accelerator(
         if model is not None: _before_prepare(engine, acc, model, getattr(loader, "batch_size", None) or micro_batch, grad_accum)
         out = plain(*objects, **kw)
         if model is not None:
-            got = out if isinstance(out, tuple) else (out,)
+            got = out if isinstance(out, (tuple, list)) else (out,)
             wrapped = next(o for o in got if isinstance(o, torch.nn.Module))
             observer.phase("sharding")
             observer.adopt(wrapped, next((o for o in got if isinstance(o, torch.optim.Optimizer)), None))

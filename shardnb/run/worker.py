@@ -120,7 +120,7 @@ def install_arguments(
         if hasattr(engine, "plugin_arguments"): args.fsdp_plugin_args = engine.plugin_arguments()
     TrainingArguments.__post_init__ = post_init
 
-# %% ../../nbs/run/09_worker.ipynb #a99603d5
+# %% ../../nbs/run/09_worker.ipynb #c6efa92a
 @patch
 def training_arguments(self: Worker, **changes) -> dict: # keywords of TRL's `SFTConfig`
     "The recipe in Transformers' own names."
@@ -133,7 +133,7 @@ def training_arguments(self: Worker, **changes) -> dict: # keywords of TRL's `SF
         save_strategy="steps" if r.save_steps else "no", save_steps=r.save_steps or 500, save_total_limit=r.save_total_limit, save_only_model=r.save_only_model,
         eval_strategy="steps" if r.eval_share and r.eval_steps else "epoch" if r.eval_share else "no", eval_steps=r.eval_steps or None,
         activation_checkpointing=bool(r.activation_checkpointing), activation_checkpointing_kwargs={"use_reentrant": False}, max_length=None, packing=False,
-        dataset_kwargs={"skip_prepare_dataset": True}, remove_unused_columns=True)
+        dataset_kwargs={"skip_prepare_dataset": True}, remove_unused_columns=False)
     return kw | changes
 
 # %% ../../nbs/run/09_worker.ipynb #0fa4201e
@@ -152,7 +152,7 @@ def run_cell(self: Worker) -> dict: # the namespace after the cell
     ns["accelerator"] = lazy
     return ns
 
-# %% ../../nbs/run/09_worker.ipynb #12bb72d6
+# %% ../../nbs/run/09_worker.ipynb #d7f0c36f
 @patch
 def build_trainer(self: Worker, ns: dict): # ns: the cell's namespace; returns an observed trainer
     "A trainer from what the cell made, and from the recipe for the rest."
@@ -168,6 +168,7 @@ def build_trainer(self: Worker, ns: dict): # ns: the cell's namespace; returns a
     tok = ns.get("tokenizer") or (models.load_tokenizer(self.recipe, on_note=self.say, on_progress=self.progress) if self.recipe.model or self.recipe.tokenizer else None)
     model = ns.get("model")
     if model is None: model = models.load_model(self.recipe, on_note=self.say, on_progress=self.progress)
+    if tok is not None and self.recipe.model and (bad := models.vocabulary_problems(model, tok, self.recipe)): raise RecipeError(bad)
     model.config.use_cache = False
     if ns.get("peft_config") is not None:
         from peft import get_peft_model
@@ -183,18 +184,7 @@ def build_trainer(self: Worker, ns: dict): # ns: the cell's namespace; returns a
     trainer.sampler_factory = sampler
     return trainer
 
-# %% ../../nbs/run/09_worker.ipynb #10b6e0af
-@patch
-def _one_first(self: Worker, do): # do: called on rank 0 first, then on the others
-    "Let rank 0 do what is cached afterwards."
-    mark = self.rundir.path / "rows.ready"
-    if self.rank == 0:
-        out = do()
-        mark.touch()
-        return out
-    while not mark.exists(): time.sleep(.05)
-    return do()
-
+# %% ../../nbs/run/09_worker.ipynb #ea41d166
 @patch
 def rows(self: Worker, ns, tok, args): # (train, eval, collator, sampler factory)
     "The training rows, tokenized, masked and evened out."
@@ -202,23 +192,29 @@ def rows(self: Worker, ns, tok, args): # (train, eval, collator, sampler factory
     r = self.recipe
     train, evals = ns.get("train_dataset"), ns.get("eval_dataset")
     if train is None:
-        train, evals = self._one_first(lambda: data.load_rows(r, tok, on_note=self.say, on_progress=self.progress))
+        train, evals = data.load_rows(r, tok, on_note=self.say, on_progress=self.progress)
     collator, sampler = ns.get("data_collator"), None
     if collator is None and hasattr(train, "column_names") and "input_ids" not in train.column_names:
-        train = self._one_first(lambda: data.tokenize_rows(train, r, tok, on_note=self.say, on_progress=self.progress))
+        train = data.tokenize_rows(train, r, tok, on_note=self.say, on_progress=self.progress)
     if hasattr(train, "column_names") and "labels" in train.column_names:
         n = len(train)
         train, extra = data.pad_to_full_batches(train, args.per_device_train_batch_size, args.gradient_accumulation_steps, self.world_size)
         if extra: self.say(f"{n} rows don't fill {args.per_device_train_batch_size * args.gradient_accumulation_steps * self.world_size}-row steps: {extra} rows without labels even out the last one")
         sampler = lambda: data.RowOrder(n, extra, r.seed)
+        if collator is None and tok is not None: collator = data.collator_for(r, tok)
     return train, evals, collator, sampler
 
 @patch
 def _make(self: Worker, model, args, train, evals, collator, tok):
+    import torch
     from transformers import Trainer
     from trl import SFTConfig, SFTTrainer
-    if isinstance(args, SFTConfig): return SFTTrainer(model=model, args=args, train_dataset=train, eval_dataset=evals, data_collator=collator, processing_class=tok)
-    return Trainer(model=model, args=args, train_dataset=train, eval_dataset=evals, data_collator=collator, processing_class=tok)
+    cls = SFTTrainer if isinstance(args, SFTConfig) else Trainer
+    trainer = cls(model=model, args=args, train_dataset=train, eval_dataset=evals, data_collator=collator, processing_class=tok)
+    if self.recipe.tuning == "qlora" and self.engine.name != "deepspeed": # SFTTrainer makes QLoRA's adapters bf16
+        from shardnb.run.models import cast_adapters
+        cast_adapters(trainer.model, torch.float32)
+    return trainer
 
 # %% ../../nbs/run/09_worker.ipynb #9dd9361b
 @patch

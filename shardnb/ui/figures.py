@@ -182,16 +182,27 @@ def memory_rows(
         if len(out)<=most: break
     return out[:4*most]
 
-# %% ../../nbs/ui/00_figures.ipynb #5135666e
-def _bar(ax, y, parts, height, predicted, total=None):
+# %% ../../nbs/ui/00_figures.ipynb #426a7cf5
+_ON_TOP = ('reserved', 'context')
+
+def _drawn(parts, total):
+    "(parts to draw, bytes not attributed, words for the end of the bar)"
+    inside = sum(v for c,v in parts.items() if c not in _ON_TOP); rest = max(0, (total or 0)-inside)
+    if rest<.005*inside: rest = 0
+    context = parts.get('context', 0)
+    if context<=inside+rest: return parts, rest, size_text(sum(parts.values())+rest)
+    shown = {c:v for c,v in parts.items() if c!='context'}
+    return shown, rest, size_text(sum(shown.values())+rest)+f' + {size_text(context)} context'
+
+def _bar(ax, y, parts, height, predicted, rest=0):
     "One stacked bar; returns where it ends"
     left = 0
     for c,v in parts.items():
         if v<=0: continue
         ax.barh(y, v, height, left=left, color=PALETTE[c], edgecolor='white', linewidth=.8, alpha=.82 if predicted else 1, hatch='////' if predicted else None)
         left += v
-    if total and total>left*1.005: ax.barh(y, total-left, height, left=left, color='none', edgecolor='#9aa0a8', linewidth=.9, linestyle=(0, (3, 2)))
-    return max(left, total or 0)
+    if rest: ax.barh(y, rest, height, left=left, color='none', edgecolor='#9aa0a8', linewidth=.9, linestyle=(0, (3, 2)))
+    return left+rest
 
 def _bytes_axis(ax, right):
     "GiB or MiB on x, with round ticks"
@@ -212,7 +223,7 @@ def _capacity(ax, capacity, right):
     ax.annotate(f'capacity {size_text(capacity)} →', (1, 1), xycoords='axes fraction', xytext=(0, 3), textcoords='offset points', ha='right', va='bottom', fontsize=8, color='#c92a2a')
     return right
 
-# %% ../../nbs/ui/00_figures.ipynb #848d9cdf
+# %% ../../nbs/ui/00_figures.ipynb #ce1b2e13
 def memory_bars(
     ax, # matplotlib axes
     rows:list, # from `memory_rows`
@@ -221,20 +232,20 @@ def memory_bars(
     legend:bool=True, # categories below the axes
 ):
     "Stacked bars of bytes, a bar for each rank and moment"
-    places = sorted({r[1] for r in rows})
-    _tidy(ax, ('Predicted' if predicted else 'Measured')+' memory of each rank'+(f' ({places[0]})' if len(places)==1 else ''), '' if capacity or not rows else f'highest {size_text(max(r[4] or sum(r[3].values()) for r in rows))}')
+    places = sorted({r[1] for r in rows}); bars = [_drawn(r[3], r[4]) for r in rows]
+    _tidy(ax, ('Predicted' if predicted else 'Measured')+' memory of each rank'+(f' ({places[0]})' if places==['host'] else ''))
     if not rows: return _waiting(ax, 'waits for the first measurement')
     y, ticks, right, last = 0., [], 0., None
-    for rank,place,moment,parts,total in rows:
+    for (rank,place,moment,_,_),(parts,rest,words) in zip(rows, bars):
         if last is not None: y += 1 if last==(rank, place) else 1.5
         last = (rank, place)
-        end = _bar(ax, y, parts, .78, predicted, total)
-        ax.text(end, y, '  '+size_text(total or sum(parts.values())), va='center', ha='left', fontsize=7.5, color=_SOFT)
-        ticks.append((y, (f'rank {rank}' if len(places)==1 else f'rank {rank} {place}'), MOMENTS.get(moment, moment))); right = max(right, end)
-    right = _capacity(ax, capacity, right*1.12)
+        end = _bar(ax, y, parts, .78, predicted, rest); right = max(right, end)
+        ax.text(end, y, '  '+words, va='center', ha='left', fontsize=7.5, color=_SOFT)
+        ticks.append((y, f'rank {rank}' if len(places)==1 else f'rank {rank} {place}', MOMENTS.get(moment, moment)))
+    right = _capacity(ax, capacity, right*(1.3 if any('context' in b[2] for b in bars) else 1.12))
     ax.set_yticks([t[0] for t in ticks], [f'{r} · {m}' if i==0 or ticks[i-1][1]!=r else m for i,(_,r,m) in enumerate(ticks)])
     ax.set_ylim(y+.6, -.6); ax.set_xlim(0, right); _bytes_axis(ax, right)
-    if legend: _legend(ax, [c for c in PALETTE if any(c in r[3] for r in rows)], any(r[4] for r in rows), predicted)
+    if legend: _legend(ax, [c for c in PALETTE if any(c in b[0] for b in bars)], any(b[1] for b in bars), predicted)
 
 def _legend(ax, categories, rest, predicted):
     "Categories in palette order, under the whole figure"

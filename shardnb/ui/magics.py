@@ -71,7 +71,7 @@ class ShardMagics(Magics):
         ns = parse_options(_parser('%shardpick'), split_line(line))
         return pick(recipe_of(ns, ns.recipe) if ns.recipe or len(vars(ns))>3 else None)
 
-# %% ../../nbs/ui/03_magics.ipynb #cf10a546
+# %% ../../nbs/ui/03_magics.ipynb #a04652cd
 _SHOWN = {}   # run id -> execution count of the cell that shows it
 
 def _count():
@@ -81,11 +81,12 @@ def _count():
 def on_show(
     run, # a `Run`
     wait:bool=False, # return when it has ended; raise if it failed
+    handle=None, # a display to take over
 ): # the same run
     "Show the panel of `run` under this cell, once"
     from shardnb.ui.panel import show_panel
     _SHOWN[run.id] = _count()
-    show_panel(run, wait=wait)
+    show_panel(run, wait=wait, handle=handle)
     return run
 
 def start(
@@ -95,8 +96,15 @@ def start(
     namespace:dict=None, # the notebook's variables
 ): # a `Run`
     "Launch and show: what `%%shardtrain` does"
+    from IPython.display import display
     from shardnb.run.handle import train
-    return on_show(train(recipe, cell=cell, namespace=namespace), wait)
+    from shardnb.ui.panel import front
+    note = display({'text/plain':'planning: reading the shapes of the model and checking the recipe …'}, raw=True, display_id=True) if front()=='live' else None
+    try: run = train(recipe, cell=cell, namespace=namespace)
+    except BaseException:
+        if note: note.update({'text/plain':''}, raw=True)
+        raise
+    return on_show(run, wait, note)
 
 def _display_run(run):
     "How a `Run` as the value of a cell shows itself: its panel, unless that is there already"

@@ -232,7 +232,7 @@ class Panel:
 
 def _said(text): return f'<span style="{_CARD}color:#6b7078;padding:0 8px">{_e(text)}</span>'
 
-# %% ../../nbs/ui/01_panel.ipynb #d0f73e98
+# %% ../../nbs/ui/01_panel.ipynb #dc0ed434
 def _set(widget, value):
     "Send only what changed"
     if widget.value!=value: widget.value = value
@@ -245,10 +245,12 @@ def _refresh(self:Panel, force=False):
     for i,(w,make) in enumerate(zip(self.folds.values(), (shards_html, settings_html, log_html))):
         if force or opened==i: _set(w, make(run))
     news = (len(run.metrics), len(run.memory), state)
-    if force or (news!=self._news and time.time()-self._drawn>max(.5, 20*self._cost)):
+    first = self._news and news[:2]!=(0, 0) and 0 in self._news[:2]
+    if force or (news!=self._news and (first or time.time()-self._drawn>min(3, max(.5, 10*self._cost)))):
         t = time.thread_time(); self.picture.value = png(run_figure(run, self.figure)); self._cost = time.thread_time()-t
         self._news, self._drawn = news, time.time()
-    if self._asked and self.stop.disabled and time.time()-self._asked>5: self.stop.description, self.stop.button_style, self.stop.disabled = 'End now', 'danger', False
+    if state in ENDED: self.stop.layout.display = 'none'
+    elif self._asked and self.stop.disabled and time.time()-self._asked>5: self.stop.description, self.stop.button_style, self.stop.disabled = 'End now', 'danger', False
     return state
 
 def _watch(self:Panel):
@@ -311,7 +313,7 @@ def front()->str: # 'live', 'static' or 'terminal'
     if kernel is not None: return 'live' if getattr(kernel, '_allow_stdin', True) else 'static'
     return 'static' if ip is not None and type(ip).__name__!='TerminalInteractiveShell' else 'terminal'
 
-# %% ../../nbs/ui/01_panel.ipynb #8c480a61
+# %% ../../nbs/ui/01_panel.ipynb #d1d7f87f
 def wait_for(
     run, # a `Run`
     tick=None, # called with the run about twice a second
@@ -332,13 +334,14 @@ def wait_for(
 def show_panel(
     run, # a `Run`
     wait:bool=False, # return only when the run has ended
+    handle=None, # a display to take over; None makes a new output
 ):
     "Show `run`: live for a person at a notebook, else wait and leave one static output (or lines of text); a run that fails while waited for raises `RunFailed`"
     seen, where = run.state, front()
     waits = (wait or where!='live') and seen not in ENDED
     if where=='terminal': from shardnb.ui.cli import follow; follow(run)
     elif where=='live' and seen not in ENDED:
-        panel = Panel(run, blocked=wait).show()
+        panel = Panel(run, blocked=wait).show(handle)
         if wait: wait_for(run); panel._thread.join(30)
     else:
         from IPython.display import display

@@ -8,16 +8,16 @@ Docs: https://shardnb.github.io/shardnb/ui/picker.html.md"""
 __all__ = ['FIELDS', 'OFFER', 'facts_of', 'states_table', 'states_picture', 'states_html', 'problems_html', 'equal_line_html',
            'field_widget', 'Picker', 'settings_text', 'pick']
 
-# %% ../../nbs/ui/02_picker.ipynb #db5e7f15
-import base64, threading, time
+# %% ../../nbs/ui/02_picker.ipynb #d17c6955
+import base64, threading
 from ..plan.machine import Machine
 from ..plan.memory import STATES, states
 from ..plan.problem import RecipeError, ShardnbError
 from ..plan.recipe import Recipe
 from ..plan.strategy import STRATEGIES, Strategy
 from .figures import png, size_text, states_bars
-from .options import choices_of, recipe_of
-from .panel import ENDED, _CARD, _CELL, _TABLE, _BOX, _e, _shell, front, show_panel, static_bundle, Panel
+from .options import choices_of
+from .panel import ENDED, _CARD, _CELL, _TABLE, _BOX, _e, front, Panel
 
 # %% ../../nbs/ui/02_picker.ipynb #6db1c7e6
 FIELDS = {'Model':('model', 'tuning', 'lora_r', 'learning_rate', 'max_steps'), 'Data and batch':('dataset', 'max_length', 'micro_batch', 'grad_accum'), 'Sharding':('strategy', 'nproc', 'precision')}
@@ -123,18 +123,20 @@ class Picker:
         self.widget = W.VBox([self.form, self.bars, self.problems, self.line, W.HBox([self.launch, self.note]), self.fold])
         for w in self.fields.values(): w.observe(lambda _: self.read(), 'value')
 
-# %% ../../nbs/ui/02_picker.ipynb #3de9af52
+# %% ../../nbs/ui/02_picker.ipynb #32032be7
 def _words(self:Picker):
-    "What the form says, as options; an empty field is its default"
-    from argparse import Namespace
-    return Namespace(**{n:w.value.strip() or Recipe.model_fields[n].get_default(call_default_factory=True) for n,w in self.fields.items()})
+    "What the form says, as changes of the recipe that it began with; what is a default and always was is left out"
+    out = {}
+    for n,w in self.fields.items():
+        default = Recipe.model_fields[n].get_default(call_default_factory=True); said = w.value.strip()
+        if n in self.base.model_fields_set or said not in ('', str(default)): out[n] = said or default
+    return out
 
 def _read(self:Picker, background=True):
     "Words to recipe; on success show line and settings, then ask for the states"
-    from shardnb.ui.options import changes_of
     with self._lock:
         self._asked += 1; mine = self._asked
-        try: self.recipe, self.error = self.base.replace(**changes_of(_words(self))), None
+        try: self.recipe, self.error = self.base.replace(**_words(self)), None
         except ShardnbError as e: self.error = e
         self.problems.value = problems_html(self.error); self._ready()
         if self.error: return

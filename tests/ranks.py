@@ -1,0 +1,65 @@
+"""Ranks forked from one process that has already imported the heavy libraries, so that a test run takes seconds rather than tens of them.
+
+The rank itself is the shipped one (`shardnb.run.worker`); only torch elastic and the supervisor are left out, which `test_launch.py` covers.
+"""
+import os
+import signal
+import socket
+import time
+
+from shardnb.run.handle import Run
+from shardnb.run.planner import plan_run
+from shardnb.run.rundir import RunDir
+
+HEAVY = ("torch", "transformers", "trl", "peft", "datasets", "accelerate", "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer", "transformers.models.llama.modeling_llama",
+         "transformers.models.qwen2.modeling_qwen2", "torch.distributed.fsdp", "torch.distributed.checkpoint", "shardnb.run.worker", "shardnb.run.observer")
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _child(rundir, rank, world_size, port, env):
+    os.setsid()
+    os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    fd = os.open(rundir.log_path(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for std in (1, 2): os.dup2(fd, std)
+    code = 1
+    try:
+        from shardnb.run.worker import main
+        code = main(str(rundir.path))
+    finally:
+        os._exit(code)
+
+
+def train(recipe, cell=None, inputs=None, timeout=120, home=None, **plan):
+    "Run a recipe on forked ranks and return its `Run`; the end of a failed rank's log is in the error."
+    import importlib
+
+    from shardnb.run.cell import Cell, collect
+    for m in HEAVY: importlib.import_module(m)
+    parsed = Cell(cell)
+    made = plan_run(recipe, parsed) | plan
+    rundir = RunDir.create(made.pop("recipe"), cell, collect(parsed, inputs) if inputs else None, made, home)
+    n, port = made["world_size"], free_port()
+    pids = {}
+    for r in range(n):
+        pids[r] = os.fork()
+        if pids[r] == 0: _child(rundir, r, n, port, made["env"])
+    end, codes = time.time() + timeout, {}
+    while len(codes) < n and time.time() < end:
+        for r, pid in pids.items():
+            if r not in codes and os.waitpid(pid, os.WNOHANG)[0]: codes[r] = True
+        time.sleep(.02)
+    for r, pid in pids.items():
+        if r not in codes:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+    run = Run(rundir)
+    states = [e["state"] for e in run.events("end")]
+    if len(codes) < n or "failed" in states or len(states) < n:
+        errors = [p.read_text()[-3000:] for p in rundir.errors_path.glob("*.json")]
+        raise AssertionError(f"{recipe}: ended {states}, {n - len(codes)} ranks had to be killed\n" + "\n".join(errors or [rundir.log_path(0).read_text()[-2000:]]))
+    return run
