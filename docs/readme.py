@@ -51,6 +51,7 @@ def without_input(nb):
 def readme():
     "The text of README.md"
     nb = without_input(prepared(nbformat.read(ROOT / "nbs" / "index.ipynb", 4)))
+    nb.metadata["language_info"] = {"name": "python"}   # colours the code
     text, _ = MarkdownExporter().from_notebook_node(nb)
     text = re.sub(r"(!\[[^\]]*\]\()(?!\w+:)", r"\1nbs/", text)                  # pictures
     text = re.sub(r"(?<!!)(\[[^\]]*\]\()(?!\w+:|#)([^)]+\.ipynb)", r"\1nbs/\2", text)   # notebooks

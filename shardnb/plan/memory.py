@@ -68,7 +68,7 @@ def fsdp_rows(
     rows = shape[0] if shape else 1
     return math.ceil(rows / world_size) * math.prod(shape[1:])
 
-# %% ../../nbs/plan/06_memory.ipynb #df4c1b92
+# %% ../../nbs/plan/06_memory.ipynb #4ded99e0
 def state_bytes(
     facts: dict,            # model facts: `params` is a list of (name, elements, trainable, unit, shape), tied ones once
     strategy: Strategy,     # or its name
@@ -77,44 +77,45 @@ def state_bytes(
     world_size: int=2,      # ranks
     frozen: str="float32",  # dtype of weights that don't train
     decay_groups: bool=True,# Trainer makes two optimizer groups, with and without weight decay; DeepSpeed pads each
-) -> dict:                  # {'params', 'grads', 'optimizer', 'comm'}: bytes of a rank at the end of backward
+    moment: str="backward", # 'backward' or 'after_backward'
+) -> dict:                  # {'params', 'grads', 'optimizer', 'comm'}: bytes of a rank
     "Bytes of model states per rank, padding included."
     s = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
     ds = (settings or {}).get("deepspeed") or {}
     w = widths(s.engine, precision, frozen, (ds.get("data_types") or {}).get("grad_accum_dtype"), bool((ds.get("torch_autocast") or {}).get("enabled")))
     train = [p for p in facts["params"] if p[2]]
     still = [p for p in facts["params"] if not p[2]]
-    return {"ddp": _replicated, "deepspeed": _zero, "fsdp": _fsdp}[s.engine](s, ds, w, train, still, world_size, decay_groups)
+    return {"ddp": _replicated, "deepspeed": _zero, "fsdp": _fsdp}[s.engine](s, ds, w, train, still, world_size, decay_groups, moment)
 
 def _sum(ps): return sum(p[1] for p in ps)
 
-def _replicated(s, ds, w, train, still, n, decay):
+def _replicated(s, ds, w, train, still, n, decay, moment):
     t = _sum(train)
     return dict(params=t * w.param + _sum(still) * w.frozen, grads=t * w.grad, optimizer=2 * t * w.moment)
 
-def _fsdp(s, ds, w, train, still, n, decay):
+def _fsdp(s, ds, w, train, still, n, decay, moment):
     rows = lambda ps: sum(fsdp_rows(p[4], n) for p in ps)
     t = rows(train)
     return dict(params=t * w.param + rows(still) * w.frozen, grads=t * w.grad, optimizer=2 * t * w.moment)
 
-# %% ../../nbs/plan/06_memory.ipynb #e875562f
+# %% ../../nbs/plan/06_memory.ipynb #0f59887f
 def _groups(train, decay):
     if not decay: return [train]
     flat = [p for p in train if len(p[4]) < 2]
     return [g for g in ([p for p in train if len(p[4]) >= 2], flat) if g]
 
-def _zero(s, ds, w, train, still, n, decay):
-    if s.stage == 3: return _zero3(ds, w, train, still, n)
+def _zero(s, ds, w, train, still, n, decay, moment):
+    if s.stage == 3: return _zero3(s, ds, w, train, still, n)
     mine = sum(zero12_slice(_sum(g), n) for g in _groups(train, decay))
     whole = mine * n                                     # the flat buffer is padded too
-    grads = mine if s.stage == 2 else whole
-    return dict(params=whole * w.param + _sum(still) * w.frozen, grads=grads * w.grad, optimizer=mine * (w.master + 2 * w.moment))
+    slice_ = mine * (4 if "optim" in s.offload else w.grad)
+    return dict(params=whole * w.param + _sum(still) * w.frozen, grads=whole * w.grad if s.stage == 1 and moment == "backward" else slice_, optimizer=mine * (w.master + 2 * w.moment))
 
-def _zero3(ds, w, train, still, n):
+def _zero3(s, ds, w, train, still, n):
     cut = lambda ps: sum(zero3_slice(p[1], n) for p in ps)
     t = cut(train)
     bucket = int((ds.get("zero_optimization") or {}).get("reduce_bucket_size") or 0)
-    return dict(params=t * w.param + cut(still) * w.frozen, grads=t * w.grad, optimizer=t * (w.master + 2 * w.moment), **({"comm": bucket * w.param} if bucket else {}))
+    return dict(params=t * w.param + cut(still) * w.frozen, grads=t * (w.grad + (4 if "optim" in s.offload else 0)), optimizer=t * (w.master + 2 * w.moment), **({"comm": bucket * w.param} if bucket else {}))
 
 # %% ../../nbs/plan/06_memory.ipynb #f135fe1c
 @dataclass(frozen=True)

@@ -151,7 +151,7 @@ def command_parser(
     if name=='demo': p.add_argument('--folder', default='shardnb_demo', help='where the picture goes')
     return p
 
-# %% ../../nbs/ui/04_cli.ipynb #98143c94
+# %% ../../nbs/ui/04_cli.ipynb #e5635a9a
 def usage()->str: # what `shardnb --help` prints
     "All commands, a line each"
     from shardnb import __version__
@@ -172,4 +172,5 @@ def main(
     except KeyboardInterrupt: print(file=sys.stderr); return 130
     except BrokenPipeError: sys.stderr.close(); return 0
 
+# %% ../../nbs/ui/04_cli.ipynb #a9c0f43e
 if __name__=='__main__': sys.exit(main())

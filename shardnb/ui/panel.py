@@ -186,7 +186,7 @@ def log_html(
     text = '\n'.join(line.split('\r')[-1] for line in str(run.logs(rank, tail=lines)).split('\n'))
     return f'<pre style="{_CARD}font-family:monospace;font-size:11px;line-height:1.35;max-height:300px;overflow:auto;background:#f6f7f9;padding:8px;margin:0;white-space:pre-wrap">{_e(text) or "nothing yet"}</pre>'
 
-# %% ../../nbs/ui/01_panel.ipynb #a24bf3a2
+# %% ../../nbs/ui/01_panel.ipynb #f01b8d7f
 def static_bundle(
     run, # a `Run`
     figure=None, # a figure to draw into
@@ -196,7 +196,9 @@ def static_bundle(
     hint = '' if run.state in ENDED else f'<div style="color:#6b7078;font-size:12px;padding:4px 14px">Live panel again, also after a kernel restart: <code>shardnb.attach(&quot;{_e(run.id)}&quot;).panel()</code></div>'
     fold = lambda title, body: f'<details style="{_CARD}padding:2px 14px"><summary style="cursor:pointer">{title}</summary>{body}</details>'
     more = fold('Which rank owns which slice', shards_html(run))+fold('Effective settings', settings_html(run)) if run.state in ENDED else ''
-    page = f'<div style="{_CARD}">{header_html(run)}{error_html(run)}<img alt="{_e(text_line(run))}" style="max-width:100%;width:960px" src="data:image/png;base64,{picture}">{notes_html(run)}{hint}{more}</div>'
+    empty = run.state in ENDED and not len(run.metrics) and not len(run.memory)   # a run that ended before its first step has nothing to draw
+    seen = '' if empty else f'<img alt="{_e(text_line(run))}" style="max-width:100%;width:960px" src="data:image/png;base64,{picture}">'
+    page = f'<div style="{_CARD}">{header_html(run)}{error_html(run)}{seen}{notes_html(run)}{hint}{more}</div>'
     return {'text/html':page, 'image/png':picture, 'text/plain':text_line(run)}
 
 # %% ../../nbs/ui/01_panel.ipynb #9f4ece3c

@@ -32,6 +32,7 @@ def notebook(browser, lab, tutorial):
     "The open tutorial; afterwards: nothing on the console, nothing asked of another host"
     p = Page(browser, lab, tutorial["name"])
     yield p
+    p.shot("lab-last")   # what was on screen, also when the test failed
     errors = [e for e in p.errors if not BENIGN.search(e)]
     p.page.close()
     assert not errors, errors[:5]
@@ -68,7 +69,7 @@ def test_pick_launch_watch_stop(notebook, tutorial):
     run_cell(p, tutorial["load"])
     run_cell(p, tutorial["pick"])
     out = p.cell(tutorial["pick"]).locator(".jp-OutputArea").first
-    launch = out.get_by_role("button", name=re.compile("Launch"))
+    launch = out.locator("button", has_text="Launch")
     launch.wait_for(timeout=60_000)
 
     # the form: another strategy changes the line to copy, and what each strategy would hold is drawn
@@ -93,7 +94,7 @@ def test_pick_launch_watch_stop(notebook, tutorial):
 
     # the first run: the panel appears, its numbers and its picture change, and its end is a static picture
     launch.click()
-    stop = out.get_by_role("button", name=re.compile("^Stop$"))
+    stop = out.locator("button", has_text=re.compile("Stop"))
     stop.wait_for(timeout=60_000)
     until(lambda: state(out) == "running", 120)
     picture = lambda: out.locator(".widget-image").last.get_attribute("src")
