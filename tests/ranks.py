@@ -9,7 +9,7 @@ import time
 
 from shardnb.run.handle import Run
 from shardnb.run.planner import plan_run
-from shardnb.run.rundir import RunDir
+from shardnb.run.rundir import RunDir, write_json
 
 HEAVY = ("torch", "transformers", "trl", "peft", "datasets", "accelerate", "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer", "transformers.models.llama.modeling_llama",
          "transformers.models.qwen2.modeling_qwen2", "torch.distributed.fsdp", "torch.distributed.checkpoint", "shardnb.run.worker", "shardnb.run.observer")
@@ -62,4 +62,5 @@ def train(recipe, cell=None, inputs=None, timeout=120, home=None, **plan):
     if len(codes) < n or "failed" in states or len(states) < n:
         errors = [p.read_text()[-3000:] for p in rundir.errors_path.glob("*.json")]
         raise AssertionError(f"{recipe}: ended {states}, {n - len(codes)} ranks had to be killed\n" + "\n".join(errors or [rundir.log_path(0).read_text()[-2000:]]))
+    write_json(rundir.exit_path, dict(v=1, state=states[0], ended_at=time.time(), returncodes={str(r): 0 for r in range(n)}, error=None))
     return run

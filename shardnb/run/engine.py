@@ -164,7 +164,7 @@ class DDPEngine(Engine):
         "Every rank owns all of every parameter."
         return [[n, list(p.shape), p.numel(), "whole", 0] for n, p in self.full_parameters()]
 
-# %% ../../nbs/run/04_engine.ipynb #6bd37fda
+# %% ../../nbs/run/04_engine.ipynb #55ecbc14
 class DeepSpeedEngine(Engine):
     "ZeRO: stage 1 shards the optimizer, stage 2 gradients too, stage 3 parameters too."
     name = "deepspeed"
@@ -194,7 +194,9 @@ class DeepSpeedEngine(Engine):
     def arguments(self): return super().arguments() | dict(deepspeed=self.config)
 
     def before_wrap(self, accelerator, model): # Accelerate's and Transformers' copies of the JSON were made before the model was known
-        accelerator.state.deepspeed_plugin.deepspeed_config.update(copy.deepcopy(self.config))
+        plugin = accelerator.state.deepspeed_plugin
+        _require(plugin is not None, f"Accelerate has set up {accelerator.distributed_type}, not DeepSpeed")
+        plugin.deepspeed_config.update(copy.deepcopy(self.config))
 
     def plugins(self):
         from accelerate import PartialState
@@ -350,14 +352,16 @@ class FSDPEngine(Engine):
         from accelerate.utils import FullyShardedDataParallelPlugin
         return dict(fsdp_plugin=FullyShardedDataParallelPlugin(**self._plugin()))
 
-# %% ../../nbs/run/04_engine.ipynb #644f22ad
+# %% ../../nbs/run/04_engine.ipynb #587988c0
 @patch
 def before_wrap(self: FSDPEngine, accelerator, model):
     "Name the layer classes, from the live model when the plan could not."
     if not self.config.get("transformer_layer_cls_to_wrap"):
         from shardnb.run.planner import layer_classes
         self.config["transformer_layer_cls_to_wrap"] = layer_classes(model)
-    accelerator.state.fsdp_plugin.transformer_cls_names_to_wrap = list(self.config["transformer_layer_cls_to_wrap"])
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    _require(plugin is not None, f"Accelerate has set up {accelerator.distributed_type}, not FSDP")
+    plugin.transformer_cls_names_to_wrap = list(self.config["transformer_layer_cls_to_wrap"])
 
 @patch
 def keep_whole(self: FSDPEngine):

@@ -275,7 +275,7 @@ def sample(self: Worker, when: str, prompts: list, max_new_tokens: int=48): # wh
         model.train(training)
         model.config.use_cache = cache
 
-# %% ../../nbs/run/09_worker.ipynb #e57445dd
+# %% ../../nbs/run/09_worker.ipynb #86676fc0
 @patch
 def send_back(self: Worker, ns: dict): # ns: the cell's namespace
     "Write the names that `--out` asked for, from rank 0."
@@ -285,7 +285,8 @@ def send_back(self: Worker, ns: dict): # ns: the cell's namespace
     if missing: raise RecipeError(Problem("out", ", ".join(missing), "the cell made no such name"))
     out = {}
     for n in self.recipe.out:
-        try: out[n] = cloudpickle.dumps(_to_cpu(ns[n]))
+        out[n] = _to_cpu(ns[n])
+        try: cloudpickle.dumps(out[n])
         except Exception as e: raise RecipeError(Problem("out", n, f"can't be sent back ({type(e).__name__}: {str(e)[:200]})")) from e
     tmp = self.rundir.result_path.with_suffix(".part")
     tmp.write_bytes(cloudpickle.dumps(out))

@@ -33,6 +33,7 @@ def notebook(browser, lab, tutorial):
     p = Page(browser, lab, tutorial["name"])
     yield p
     p.shot("lab-last")   # what was on screen, also when the test failed
+    print("CONSOLE", p.errors)
     errors = [e for e in p.errors if not BENIGN.search(e)]
     p.page.close()
     assert not errors, errors[:5]
@@ -102,6 +103,7 @@ def test_pick_launch_watch_stop(notebook, tutorial):
     until(lambda: re.search(r"\b[1-9]\d* / \d+", out.inner_text()) and picture() != first, 120)
     second = picture()
     until(lambda: stop.count() == 0 or picture() != second, 60)
+    out.locator(".widget-image").last.scroll_into_view_if_needed()
     p.shot("lab-2-running")
     until(lambda: state(out) == "done", 180)
     until(lambda: stop.count() == 0, 30)                       # the widgets are gone

@@ -1,0 +1,100 @@
+"""The three kinds of cell under each engine: objects for a trainer, a ready trainer, a loop of its own."""
+import pytest
+import ranks
+
+STRATEGIES = ("ddp", "zero3", "fsdp")
+MODEL = """# %%shardtrain
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+torch.manual_seed(0)
+model = LlamaForCausalLM(LlamaConfig(vocab_size=264, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4))
+"""
+ROWS = """
+import datasets
+rows = [list(range(3, 13 + n % 20)) for n in range(30)]
+train_dataset = datasets.Dataset.from_list([dict(input_ids=r, labels=r) for r in rows])
+"""
+TRAINER = """
+from transformers import AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments
+args = TrainingArguments(per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=4, learning_rate=lr, logging_steps=1)
+trainer = Trainer(model=model, args=args, train_dataset=train_dataset, data_collator=DataCollatorForSeq2Seq(AutoTokenizer.from_pretrained(tiny)))
+"""
+LOOP = """
+opt = torch.optim.AdamW(model.parameters(), lr=lr)
+dl = torch.utils.data.DataLoader([torch.arange(3, 35) + i % 5 for i in range(32)], batch_size=2)
+model, opt, dl = accelerator.prepare(model, opt, dl)
+for i, b in enumerate(dl):
+    if i == 4: break
+    loss = model(input_ids=b, labels=b).loss
+    accelerator.backward(loss)
+    opt.step()
+    opt.zero_grad()
+    log(loss=loss, where=i * 10)
+answer, ranks_seen = float(loss), world_size
+"""
+WRAPPERS = {"ddp": "DistributedDataParallel", "zero3": "DeepSpeedEngine", "fsdp": "FSDPModule"}
+
+
+@pytest.fixture(scope="module")
+def given():
+    from shardnb.run.models import resolve_model
+    return dict(tiny=resolve_model("tiny"), lr=1e-3)
+
+
+def go(cell, strategy, given, home, **kw):
+    from shardnb.plan.recipe import Recipe
+    return ranks.train(Recipe(strategy=strategy, nproc=2, **kw), cell, given, home=home)
+
+
+LOSSES = {}
+
+
+def same(kind, run, strategy, n=4):
+    got = run.metrics.loss.tolist()
+    assert len(got) == n
+    assert LOSSES.setdefault(kind, got) == pytest.approx(got, rel=1e-4)
+    assert {e["wrapper"] for e in run.events("effective")} == {WRAPPERS[strategy]}
+    for rank in (0, 1):
+        moments = set(run.memory.query(f"rank == {rank} and step == {n}").moment)
+        assert moments == {"after_forward", "after_backward", "after_step", "peak"}
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_objects(tmp_path, given, strategy):
+    run = go(MODEL + ROWS, strategy, given, tmp_path, model="tiny", max_steps=4, micro_batch=2, grad_accum=2, learning_rate=1e-3)
+    same("objects", run, strategy)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_trainer(tmp_path, given, strategy): same("trainer", go(MODEL + ROWS + TRAINER, strategy, given, tmp_path), strategy)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_loop(tmp_path, given, strategy):
+    run = go(MODEL + LOOP, strategy, given, tmp_path, out=["answer", "ranks_seen"])
+    same("loop", run, strategy)
+    assert [e["values"]["where"] for e in run.events("log")] == [0, 10, 20, 30]
+    assert run.result == dict(answer=pytest.approx(LOSSES["loop"][-1], rel=1e-4), ranks_seen=2)
+
+
+def test_plain_cell_runs_on_every_rank(tmp_path, given):
+    run = go("# %%shardtrain\nsquares = [rank ** 2 for _ in range(2)]\nprint('hello from', rank)", "ddp", given, tmp_path, out=["squares"])
+    assert run.result == dict(squares=[0, 0])
+    assert "hello from 1" in run.logs(1)
+
+
+@pytest.mark.parametrize("cell,line,says,kw", [
+    ("# %%shardtrain\nx = 1\n\ny = x / 0\n", 4, "division by zero", {}),
+    ("# %%shardtrain\nimport transformers\nargs = transformers.TrainingArguments(fsdp=True)\n", 3, "the strategy option decides it", dict(model="tiny", dataset="demo")),
+    (MODEL + "accelerator.state\n", None, "never prepared a model", {}),
+], ids=["python error", "sharding in args", "nothing prepared"])
+def test_errors_name_the_line(tmp_path, given, cell, line, says, kw):
+    with pytest.raises(AssertionError, match=says) as e: go(cell, "ddp", given, tmp_path, **kw)
+    if line: assert f'"cell_line": {line}' in str(e.value)
+
+
+def test_a_rank_that_shards_nothing_is_a_failure(tmp_path, given):
+    "Undoing what makes FSDP real must fail the run, although the losses would be right."
+    cheat = "# %%shardtrain\nfrom accelerate import PartialState\nfrom accelerate.utils import DistributedType\nPartialState._shared_state['distributed_type'] = DistributedType.MULTI_CPU\n"
+    with pytest.raises(AssertionError, match="the strategy is not in force: Accelerate has set up .*MULTI_CPU, not FSDP"):
+        go(cheat + (MODEL + ROWS).removeprefix("# %%shardtrain\n"), "fsdp", given, tmp_path, model="tiny", max_steps=2, micro_batch=2, grad_accum=1)
