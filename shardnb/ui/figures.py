@@ -72,7 +72,7 @@ def png(
     with DRAWING: fig.savefig(out, format='png', dpi=dpi, facecolor=fig.get_facecolor())
     return out.getvalue()
 
-# %% ../../nbs/ui/00_figures.ipynb #50170011
+# %% ../../nbs/ui/00_figures.ipynb #fe132bf3
 def _tidy(ax, title, note=''):
     "The common look of an axes: title left, note right, no box"
     ax.set_facecolor(_CARD)
@@ -80,8 +80,8 @@ def _tidy(ax, title, note=''):
     ax.spines['bottom'].set_color('#c4c8d0')
     ax.tick_params(colors=_SOFT, labelsize=8, length=0, pad=4)
     ax.grid(True, axis='y', color=_GRID, linewidth=.8); ax.set_axisbelow(True)
-    ax.set_title(title, loc='left', fontsize=9.5, color=_INK, fontweight='bold', pad=8)
-    if note: ax.set_title(note, loc='right', fontsize=8.5, color=_SOFT, pad=8)
+    ax.set_title(title, loc='left', fontsize=9.5, color=_INK, fontweight='bold', pad=8, y=1)   # a y of its own: matplotlib needn't look for room
+    if note: ax.set_title(note, loc='right', fontsize=8.5, color=_SOFT, pad=8, y=1)
 
 def _waiting(ax, text):
     "Say in the middle of an empty axes what it waits for"
@@ -182,7 +182,7 @@ def memory_rows(
         if len(out)<=most: break
     return out[:4*most]
 
-# %% ../../nbs/ui/00_figures.ipynb #426a7cf5
+# %% ../../nbs/ui/00_figures.ipynb #8c891fb1
 _ON_TOP = ('reserved', 'context')
 
 def _drawn(parts, total):
@@ -194,15 +194,18 @@ def _drawn(parts, total):
     shown = {c:v for c,v in parts.items() if c!='context'}
     return shown, rest, size_text(sum(shown.values())+rest)+f' + {size_text(context)} context'
 
-def _bar(ax, y, parts, height, predicted, rest=0):
-    "One stacked bar; returns where it ends"
-    left = 0
-    for c,v in parts.items():
-        if v<=0: continue
-        ax.barh(y, v, height, left=left, color=PALETTE[c], edgecolor='white', linewidth=.8, alpha=.82 if predicted else 1, hatch='////' if predicted else None)
-        left += v
-    if rest: ax.barh(y, rest, height, left=left, color='none', edgecolor='#9aa0a8', linewidth=.9, linestyle=(0, (3, 2)))
-    return left+rest
+def _bars(ax, bars, height, predicted):
+    "Stacked bars from (y, parts, rest); one call a category, since calls are what costs. Returns where each ends"
+    ends = [0.]*len(bars)
+    for c in PALETTE:
+        here = [(i, y, parts[c]) for i,(y,parts,_) in enumerate(bars) if parts.get(c, 0)>0]
+        if not here: continue
+        ax.barh([h[1] for h in here], [h[2] for h in here], height, left=[ends[h[0]] for h in here], color=PALETTE[c], edgecolor='white', linewidth=.8,
+            alpha=.82 if predicted else 1, hatch='////' if predicted else None)
+        for i,_,v in here: ends[i] += v
+    for i,(y,_,rest) in enumerate(bars):
+        if rest: ax.barh(y, rest, height, left=ends[i], color='none', edgecolor='#9aa0a8', linewidth=.9, linestyle=(0, (3, 2))); ends[i] += rest
+    return ends
 
 def _bytes_axis(ax, right):
     "GiB or MiB on x, with round ticks"
@@ -223,7 +226,7 @@ def _capacity(ax, capacity, right):
     ax.annotate(f'capacity {size_text(capacity)} →', (1, 1), xycoords='axes fraction', xytext=(0, 3), textcoords='offset points', ha='right', va='bottom', fontsize=8, color='#c92a2a')
     return right
 
-# %% ../../nbs/ui/00_figures.ipynb #ce1b2e13
+# %% ../../nbs/ui/00_figures.ipynb #1b0f2d00
 def memory_bars(
     ax, # matplotlib axes
     rows:list, # from `memory_rows`
@@ -235,13 +238,13 @@ def memory_bars(
     places = sorted({r[1] for r in rows}); bars = [_drawn(r[3], r[4]) for r in rows]
     _tidy(ax, ('Predicted' if predicted else 'Measured')+' memory of each rank'+(f' ({places[0]})' if places==['host'] else ''))
     if not rows: return _waiting(ax, 'waits for the first measurement')
-    y, ticks, right, last = 0., [], 0., None
-    for (rank,place,moment,_,_),(parts,rest,words) in zip(rows, bars):
+    y, ticks, last = 0., [], None
+    for rank,place,moment,_,_ in rows:
         if last is not None: y += 1 if last==(rank, place) else 1.5
         last = (rank, place)
-        end = _bar(ax, y, parts, .78, predicted, rest); right = max(right, end)
-        ax.text(end, y, '  '+words, va='center', ha='left', fontsize=7.5, color=_SOFT)
         ticks.append((y, f'rank {rank}' if len(places)==1 else f'rank {rank} {place}', MOMENTS.get(moment, moment)))
+    ends = _bars(ax, [(t[0], parts, rest) for t,(parts,rest,_) in zip(ticks, bars)], .78, predicted); right = max(ends)
+    for end,t,b in zip(ends, ticks, bars): ax.text(end, t[0], '  '+b[2], va='center', ha='left', fontsize=7.5, color=_SOFT)
     right = _capacity(ax, capacity, right*(1.3 if any('context' in b[2] for b in bars) else 1.12))
     ax.set_yticks([t[0] for t in ticks], [f'{r} · {m}' if i==0 or ticks[i-1][1]!=r else m for i,(_,r,m) in enumerate(ticks)])
     ax.set_ylim(y+.6, -.6); ax.set_xlim(0, right); _bytes_axis(ax, right)
@@ -291,7 +294,7 @@ def run_figure(
         memory_bars(mem, rows, capacity_of(run))
     return fig
 
-# %% ../../nbs/ui/00_figures.ipynb #ee64c0c7
+# %% ../../nbs/ui/00_figures.ipynb #0791a60b
 def states_bars(
     states:dict, # {strategy: {category: bytes}} of one rank, on its device
     chosen:str='', # this strategy's name is bold
@@ -303,9 +306,9 @@ def states_bars(
     with DRAWING:
         fig = new_figure(9.0, tall); ax = fig.add_axes([.16, .62/tall, .82, 1-1.0/tall])
         _tidy(ax, 'Predicted memory of one rank', 'model states only: no activations, buffers or context')
-        right = 0
-        for y,(name,parts) in enumerate(states.items()):
-            end = _bar(ax, y, parts, .68, True); h = sum(host.get(name, {}).values()); right = max(right, end)
+        ends = _bars(ax, [(y, parts, 0) for y,parts in enumerate(states.values())], .68, True); right = max(ends)
+        for y,(name,end) in enumerate(zip(states, ends)):
+            h = sum(host.get(name, {}).values())
             ax.text(end, y, '  '+size_text(end)+(f' + {size_text(h)} on the host' if h else ''), va='center', ha='left', fontsize=8, color=_SOFT)
         right = _capacity(ax, capacity, max(right*1.3, 1))
         ax.set_yticks(range(len(states)), list(states)); ax.set_ylim(len(states)-.4, -.6); ax.set_xlim(0, right); _bytes_axis(ax, right)

@@ -13,7 +13,7 @@ import base64, html, sys, threading, time
 from ..run.event import PHASES
 from .figures import PALETTE, new_figure, png, run_figure, run_title, size_text, time_text
 
-# %% ../../nbs/ui/01_panel.ipynb #338b0144
+# %% ../../nbs/ui/01_panel.ipynb #5d7946a1
 ENDED = ('done', 'failed', 'stopped', 'lost')
 
 def summary(
@@ -31,12 +31,13 @@ def summary(
         last = m.iloc[-1]; recent = m.tail(10)
         out |= dict(step=int(last.step), loss=float(last.loss), tokens_per_s=float(recent.tokens_per_s.astype(float).mean()), step_s=float(recent.step_s.astype(float).mean()))
         out['total'] = (steps[-1].get('total_steps') if steps else None) or out['total']
-        if out['total'] and state=='running': out['eta_s'] = max(0, out['total']-out['step'])*out['step_s']
+        if out['total'] and state=='running' and out['step']<out['total']: out['eta_s'] = max(0, out['total']-out['step'])*out['step_s']
     if len(mem):
         peak = mem[(mem.moment=='peak')&(mem.category=='total')]
         if len(peak): out['peak'] = float(peak.bytes.max())
     progress = run.events('progress')
-    if progress and not len(m) and state not in ENDED: out['doing'] = _doing(progress[-1])
+    begun = max((e['t'] for e in run.events('phase') if e['state']=='begin'), default=0)
+    if progress and progress[-1]['t']>=begun and state not in ENDED: out['doing'] = _doing(progress[-1])
     effective = run.events('effective')
     out['cpu'] = bool(effective) and str(effective[-1].get('device', 'cpu')).startswith('cpu')
     return out
@@ -201,7 +202,7 @@ def static_bundle(
     page = f'<div style="{_CARD}">{header_html(run)}{error_html(run)}{seen}{notes_html(run)}{hint}{more}</div>'
     return {'text/html':page, 'image/png':picture, 'text/plain':text_line(run)}
 
-# %% ../../nbs/ui/01_panel.ipynb #9f4ece3c
+# %% ../../nbs/ui/01_panel.ipynb #57a272b6
 class Panel:
     "A live view of one run; as the value of a cell it shows itself"
     def __init__(self,
@@ -210,7 +211,7 @@ class Panel:
         ended=None, # called without arguments when the run has ended
     ):
         self.run, self.blocked, self.ended, self.figure, self.handle, self.widget = run, blocked, ended, None, None, None
-        self._end, self._thread, self._news, self._drawn, self._cost, self._asked = threading.Event(), None, None, 0., .1, None
+        self._end, self._thread, self._news, self._drawn, self._cost, self._asked, self._told = threading.Event(), None, None, 0., .1, None, None
 
     def build(self):
         "Make the widgets"
@@ -234,26 +235,31 @@ class Panel:
 
 def _said(text): return f'<span style="{_CARD}color:#6b7078;padding:0 8px">{_e(text)}</span>'
 
-# %% ../../nbs/ui/01_panel.ipynb #dc0ed434
+# %% ../../nbs/ui/01_panel.ipynb #5229dfd4
 def _set(widget, value):
     "Send only what changed"
     if widget.value!=value: widget.value = value
 
 def _refresh(self:Panel, force=False):
-    "Read the run's files once and set what changed; returns the state that was shown"
-    run, state = self.run, self.run.state
-    _set(self.header, header_html(run)+error_html(run)); _set(self.notes, notes_html(run))
-    opened = self.fold.selected_index
+    "Look at the run's files once and set what changed; returns the state that was shown"
+    run, state, opened = self.run, self.run.state, self.fold.selected_index
+    told = (state, *(len(run.events(k)) for k in ('step', 'memory', 'phase', 'progress', 'warning', 'note', 'effective')))
+    if force or told!=self._told: _set(self.header, header_html(run)+error_html(run)); _set(self.notes, notes_html(run))
     for i,(w,make) in enumerate(zip(self.folds.values(), (shards_html, settings_html, log_html))):
         if force or opened==i: _set(w, make(run))
-    news = (len(run.metrics), len(run.memory), state)
-    first = self._news and news[:2]!=(0, 0) and 0 in self._news[:2]
-    if force or (news!=self._news and (first or time.time()-self._drawn>min(3, max(.5, 10*self._cost)))):
-        t = time.thread_time(); self.picture.value = png(run_figure(run, self.figure)); self._cost = time.thread_time()-t
-        self._news, self._drawn = news, time.time()
+    if force or self._due(told[:3]):
+        began = time.thread_time(); self.picture.value = png(run_figure(run, self.figure))
+        self._news, self._drawn, self._cost = told[:3], time.time(), time.thread_time()-began
     if state in ENDED: self.stop.layout.display = 'none'
     elif self._asked and self.stop.disabled and time.time()-self._asked>5: self.stop.description, self.stop.button_style, self.stop.disabled = 'End now', 'danger', False
+    self._told = told
     return state
+
+def _due(self:Panel, news):
+    "Whether to draw: at once what is the first of its kind, else when the last frame has been paid for"
+    if news==self._news: return False
+    first = any(now and not then for now,then in zip(news[1:], self._news[1:]))
+    return first or time.time()-self._drawn>min(5, max(.5, 15*self._cost))
 
 def _watch(self:Panel):
     "Body of the thread: refresh until the run has ended, then leave the static picture"
@@ -268,7 +274,7 @@ def _finish(self:Panel):
     self.handle.update(static_bundle(self.run, self.figure), raw=True)
     self.close()
     if self.ended: self.ended()
-Panel._refresh, Panel._watch, Panel._finish = _refresh, _watch, _finish
+Panel._refresh, Panel._due, Panel._watch, Panel._finish = _refresh, _due, _watch, _finish
 
 # %% ../../nbs/ui/01_panel.ipynb #c26d5a94
 _PANELS = {}   # cell or run -> its panel; widgets are never collected before they are closed

@@ -1,0 +1,114 @@
+"""What shardnb adds to a training step, as a ratio to the same job without it.
+
+One run per strategy. Inside it, blocks of steps alternate between the trainer as shardnb runs it (walks, marks, peak sampler, events, stop agreement) and the
+trainer as a plain torchrun script would run it: the observer's subclass, callback, hooks and thread are taken off and put back. So both see the same process,
+the same model and the same noise. Printed: the ratio of wall and of CPU time, with a bootstrap 95 % interval over blocks.
+
+    python bench/step_time.py [STRATEGY ...]
+"""
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+BLOCK, BLOCKS, LIMIT = 8, 36, 1.03
+STRATEGIES = ("ddp", "zero2", "zero3", "fsdp")
+SHAPE = dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=320, intermediate_size=864, num_hidden_layers=4, num_attention_heads=5, num_key_value_heads=5, vocab_size=264,
+             max_position_embeddings=512, tie_word_embeddings=False, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+
+
+def in_rank(path):
+    "Train in one rank, toggling the observer, and write every step's times."
+    from transformers import TrainerCallback
+
+    from shardnb.run.observer import TrainerWatch
+    from shardnb.run.probe import PeakSampler
+    from shardnb.run.rundir import RunDir
+    from shardnb.run.worker import Worker
+    w = Worker(RunDir(path))
+    w.announce()
+    w.prepare()
+    trainer = w.build_trainer(w.run_cell())
+    watched, plain = type(trainer), type(trainer).__mro__[1]
+    watch = next(c for c in trainer.callback_handler.callbacks if isinstance(c, TrainerWatch))
+    probe, engine, rows, kept = w.observer.probe, w.engine, [], {}
+
+    def switch(on):
+        if on == (type(trainer) is watched): return
+        if on:
+            trainer.__class__, trainer.accelerator.backward = watched, kept["backward"]
+            engine._before[:], engine._after[:] = kept["before"], kept["after"]
+            trainer.add_callback(watch)
+            probe.peaks = PeakSampler(probe.device)
+        else:
+            kept.update(backward=trainer.accelerator.backward, before=list(engine._before), after=list(engine._after))
+            trainer.__class__ = plain
+            del trainer.accelerator.backward
+            engine._before.clear(), engine._after.clear()
+            trainer.remove_callback(watch)
+            probe.peaks.close()
+
+    class Toggle(TrainerCallback):
+        "The last callback: from the start of a step to the start of the next, logging included."
+        last = None
+        def on_step_begin(self, args, state, control, **kw):
+            now = time.perf_counter(), time.process_time()
+            if self.last: rows.append([state.global_step - 1, self.last[2], now[0] - self.last[0], now[1] - self.last[1]])
+            on = (state.global_step // BLOCK) % 2 == 1
+            if state.global_step >= BLOCK: switch(on)
+            self.last = time.perf_counter(), time.process_time(), on
+    trainer.add_callback(Toggle())
+    trainer.train()
+    Path(path, f"times{w.rank}.json").write_text(json.dumps(rows))
+
+
+def ratios(rows, column):
+    "One ratio per watched block, against the mean of the plain blocks before and after it; a block's first step is left out."
+    blocks = {}
+    for r in rows:
+        if r[0] % BLOCK: blocks.setdefault(r[0] // BLOCK, []).append(r[column])
+    mean = {b: sum(v) / len(v) for b, v in blocks.items()}
+    return [mean[b] / ((mean[b - 1] + mean[b + 1]) / 2) for b in sorted(mean) if b % 2 and b > 2 and b + 1 in mean and b - 1 in mean]
+
+
+def interval(values, draws=4000):
+    "Bootstrap 95 % interval of the mean."
+    import numpy as np
+    means = np.random.default_rng(0).choice(values, (draws, len(values))).mean(1)
+    return float(np.mean(values)), *map(float, np.percentile(means, [2.5, 97.5]))
+
+
+def bench(strategy, home):
+    from shardnb.plan.recipe import Recipe
+    from shardnb.run.models import resolve_model
+    from shardnb.run.planner import plan_run
+    from shardnb.run.rundir import RunDir
+    model = Path(home, "model")
+    if not model.exists():
+        model.mkdir()
+        for f in Path(resolve_model("tiny")).iterdir():
+            if f.name != "config.json": (model / f.name).write_bytes(f.read_bytes())
+        (model / "config.json").write_text(json.dumps(SHAPE))
+    plan = plan_run(Recipe(model=str(model), dataset="demo", strategy=strategy, nproc=2, micro_batch=1, grad_accum=1, max_length=256, max_steps=BLOCK * BLOCKS, precision="fp32"))
+    rundir = RunDir.create(plan.pop("recipe"), plan=plan, home=home)
+    with open(rundir.log_path("bench"), "w") as log:
+        subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", __file__, "--rank", rundir.path],
+                       env=os.environ | plan["env"], check=True, stdout=log, stderr=log)
+    out = {}
+    for rank in (0, 1):
+        rows = json.loads((rundir.path / f"times{rank}.json").read_text())
+        for name, column in (("wall", 2), ("cpu", 3)): out.setdefault(name, []).extend(ratios(rows, column))
+        if rank == 0: step = sorted(r[2] for r in rows if not r[1])[len(rows) // 4]
+    print(f"{strategy:6} step {step * 1e3:4.0f} ms: " + ", ".join(f"{n} {m:.3f} (95 %: {lo:.3f} to {hi:.3f})" for n, v in out.items() for m, lo, hi in [interval(v)]), flush=True)
+    return max(interval(v)[2] for v in out.values())
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--rank"]: sys.exit(in_rank(sys.argv[2]))
+    with tempfile.TemporaryDirectory() as home:
+        worst = max(bench(s, home) for s in sys.argv[1:] or STRATEGIES)
+    print(f"worst upper bound {worst:.3f}, limit {LIMIT}")
+    sys.exit(worst > LIMIT)
