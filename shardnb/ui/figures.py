@@ -131,7 +131,7 @@ def speed_curve(
     ax.set_ylim(0, max(t.tokens_per_s.max()*1.15, 1e-9))
     ax.xaxis.set_major_locator(MaxNLocator(5, integer=True)); ax.yaxis.set_major_locator(MaxNLocator(5)); ax.set_xlabel('step', fontsize=8, color=_SOFT)
 
-# %% ../../nbs/ui/00_figures.ipynb #f4278fd9
+# %% ../../nbs/ui/00_figures.ipynb #416ed3bb
 def split_times(
     metrics, # `run.metrics`
 ):
@@ -161,10 +161,11 @@ def step_split(
         ax.stairs(high, edges, baseline=low, fill=True, color=SPLIT[p], label=p, linewidth=0); low = high
     top = t[parts].sum(axis=1)
     ax.set_ylim(0, max(min(top.max(), 3*top.median())*1.08, 1e-9)); ax.set_xlim(edges[0], edges[-1])
-    ax.legend(fontsize=7, frameon=False, ncols=3, loc='upper center', bbox_to_anchor=(.5, -.2), handlelength=.9, handleheight=.9, columnspacing=1, handletextpad=.4)
+    ax.legend(fontsize=7, frameon=False, ncols=3, loc='upper center', bbox_to_anchor=(.5, -.2), handlelength=.9, handleheight=.9,
+        columnspacing=1, handletextpad=.4)
     ax.xaxis.set_major_locator(MaxNLocator(5, integer=True)); ax.yaxis.set_major_locator(MaxNLocator(5)); ax.yaxis.set_major_formatter(lambda v,_: f'{v:g} s')
 
-# %% ../../nbs/ui/00_figures.ipynb #9389143c
+# %% ../../nbs/ui/00_figures.ipynb #0f5f027b
 MOMENTS = dict(after_forward='after forward', after_backward='after backward', after_step='after step', peak='peak')
 
 def memory_rows(
@@ -176,13 +177,13 @@ def memory_rows(
     newest = memory[memory.step==memory.groupby(['rank', 'place', 'moment']).step.transform('max')]
     rows = {}
     for r in newest.itertuples(): rows.setdefault((int(r.rank), r.place, r.moment), {})[r.category] = float(r.bytes)
+    order = sorted(rows, key=lambda k: (k[1], k[0], list(MOMENTS).index(k[2])))
     for wanted in (list(MOMENTS), ['after_step', 'peak'], ['peak'] if any(k[2]=='peak' for k in rows) else ['after_step']):
-        out = [(*k, {c:v[c] for c in PALETTE if c in v}, v.get('total')) for k,v in sorted(rows.items(), key=lambda x: (x[0][1], x[0][0], list(MOMENTS).index(x[0][2])))
-            if k[2] in wanted]
+        out = [(*k, {c:rows[k][c] for c in PALETTE if c in rows[k]}, rows[k].get('total')) for k in order if k[2] in wanted]
         if len(out)<=most: break
     return out[:4*most]
 
-# %% ../../nbs/ui/00_figures.ipynb #8c891fb1
+# %% ../../nbs/ui/00_figures.ipynb #301e3c2e
 _ON_TOP = ('reserved', 'context')
 
 def _drawn(parts, total):
@@ -223,10 +224,11 @@ def _capacity(ax, capacity, right):
         ax.annotate(f'capacity {size_text(capacity)}', (capacity, 1), xycoords=('data', 'axes fraction'), xytext=(-4, 3), textcoords='offset points',
             ha='right', va='bottom', fontsize=8, color='#c92a2a')
         return max(right, capacity*1.04)
-    ax.annotate(f'capacity {size_text(capacity)} →', (1, 1), xycoords='axes fraction', xytext=(0, 3), textcoords='offset points', ha='right', va='bottom', fontsize=8, color='#c92a2a')
+    ax.annotate(f'capacity {size_text(capacity)} →', (1, 1), xycoords='axes fraction', xytext=(0, 3), textcoords='offset points',
+        ha='right', va='bottom', fontsize=8, color='#c92a2a')
     return right
 
-# %% ../../nbs/ui/00_figures.ipynb #1b0f2d00
+# %% ../../nbs/ui/00_figures.ipynb #3ae059f0
 def memory_bars(
     ax, # matplotlib axes
     rows:list, # from `memory_rows`
@@ -255,16 +257,18 @@ def _legend(ax, categories, rest, predicted):
     from matplotlib.patches import Patch
     keys = [Patch(facecolor=PALETTE[c], edgecolor='white', hatch='////' if predicted else None, label=MEANING[c]) for c in categories]
     if rest: keys.append(Patch(facecolor='none', edgecolor='#9aa0a8', linestyle='--', label='not attributed'))
-    ax.figure.legend(handles=keys, loc='lower center', ncols=min(len(keys), 6), fontsize=7.8, frameon=False, handlelength=1.1, handleheight=1.1, columnspacing=1.4, labelcolor=_INK)
+    ax.figure.legend(handles=keys, loc='lower center', ncols=min(len(keys), 6), fontsize=7.8, frameon=False,
+        handlelength=1.1, handleheight=1.1, columnspacing=1.4, labelcolor=_INK)
 
-# %% ../../nbs/ui/00_figures.ipynb #2cff4bd1
+# %% ../../nbs/ui/00_figures.ipynb #5dae9d89
 def run_title(
     run, # a `Run`
 )->str: # for example 'demo · zero3 · 2 ranks · full'
     "One line that says which run this is"
     r = run.recipe
     n = getattr(run, 'world_size', None) or r.nproc
-    return ' · '.join(str(x) for x in (r.model, r.strategy, f'{n} rank{"s" if n!=1 else ""}' if n else '', r.tuning if r.tuning!='full' else '', r.precision) if x)
+    ranks = f'{n} rank{"s" if n!=1 else ""}' if n else ''
+    return ' · '.join(str(x) for x in (r.model, r.strategy, ranks, r.tuning if r.tuning!='full' else '', r.precision) if x)
 
 def capacity_of(
     run, # a `Run`
@@ -294,7 +298,7 @@ def run_figure(
         memory_bars(mem, rows, capacity_of(run))
     return fig
 
-# %% ../../nbs/ui/00_figures.ipynb #0791a60b
+# %% ../../nbs/ui/00_figures.ipynb #a81f038f
 def states_bars(
     states:dict, # {strategy: {category: bytes}} of one rank, on its device
     chosen:str='', # this strategy's name is bold
@@ -312,6 +316,8 @@ def states_bars(
             ax.text(end, y, '  '+size_text(end)+(f' + {size_text(h)} on the host' if h else ''), va='center', ha='left', fontsize=8, color=_SOFT)
         right = _capacity(ax, capacity, max(right*1.3, 1))
         ax.set_yticks(range(len(states)), list(states)); ax.set_ylim(len(states)-.4, -.6); ax.set_xlim(0, right); _bytes_axis(ax, right)
-        for label in ax.get_yticklabels(): label.set_fontsize(9); label.set_color(_INK if label.get_text()==chosen else _SOFT); label.set_fontweight('bold' if label.get_text()==chosen else 'normal')
+        for label in ax.get_yticklabels():
+            mine = label.get_text()==chosen
+            label.set(fontsize=9, color=_INK if mine else _SOFT, fontweight='bold' if mine else 'normal')
         _legend(ax, [c for c in PALETTE if any(c in p for p in states.values())], False, True)
     return fig

@@ -7,15 +7,15 @@ Docs: https://shardnb.github.io/shardnb/ui/magics.html.md"""
 # %% auto #0
 __all__ = ['ShardMagics', 'on_show', 'start', 'complete_line', 'load_ipython_extension', 'unload_ipython_extension']
 
-# %% ../../nbs/ui/03_magics.ipynb #f45017ff
-from IPython.core.error import UsageError
+# %% ../../nbs/ui/03_magics.ipynb #9d489d59
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 
-# %% ../../nbs/ui/03_magics.ipynb #2dbef552
+# %% ../../nbs/ui/03_magics.ipynb #57edfd64
 def _parser(prog):
     "The parser of `%shardtrain`, made when first used"
     from shardnb.ui.options import OptionParser, add_recipe_options
-    p = OptionParser(prog=prog, usage=f'{prog} [recipe.yaml] [options]', add_help=False, description='Train on every rank of this machine. The cell below (or the recipe alone, for the line magic) runs in its own processes; the notebook stays free.')
+    p = OptionParser(prog=prog, usage=f'{prog} [recipe.yaml] [options]', add_help=False, description='Train on every rank of this machine.\n'
+        'The cell below (or the recipe alone, for the line magic) runs in processes of its own; the notebook stays free.')
     p.add_argument('recipe', nargs='?', help='a YAML recipe to start from')
     p.add_argument('--wait', action='store_true', help='return when the run has ended, and fail the cell if it failed; an interrupt stops the run')
     p.add_argument('--help', '-h', action='store_true', help='show this')
@@ -23,7 +23,7 @@ def _parser(prog):
 
 _EXTRA = ('--wait', '--help')
 
-# %% ../../nbs/ui/03_magics.ipynb #516cc660
+# %% ../../nbs/ui/03_magics.ipynb #b92b9d19
 @magics_class
 class ShardMagics(Magics):
     "The magics of shardnb"
@@ -43,7 +43,7 @@ class ShardMagics(Magics):
         ns = parse_options(parser, split_line(line))
         if ns.help: return print(parser.format_help())
         if cell is None and not ns.recipe and len(vars(ns))<=3:
-            raise RecipeError([Problem('%shardtrain', None, 'needs a recipe: options such as --model tiny --dataset demo --strategy zero3, or the name of a YAML file')])
+            raise RecipeError(Problem('%shardtrain', None, 'needs a recipe: options such as --model tiny --dataset demo, or the name of a YAML file'))
         return start(recipe_of(ns, ns.recipe), cell=cell, wait=ns.wait, namespace=self.shell.user_ns if self.shell else None)
 
     @line_magic
@@ -71,7 +71,7 @@ class ShardMagics(Magics):
         ns = parse_options(_parser('%shardpick'), split_line(line))
         return pick(recipe_of(ns, ns.recipe) if ns.recipe or len(vars(ns))>3 else None)
 
-# %% ../../nbs/ui/03_magics.ipynb #a04652cd
+# %% ../../nbs/ui/03_magics.ipynb #3457583d
 _SHOWN = {}   # run id -> execution count of the cell that shows it
 
 def _count():
@@ -99,7 +99,8 @@ def start(
     from IPython.display import display
     from shardnb.run.handle import train
     from shardnb.ui.panel import front
-    note = display({'text/plain':'planning: reading the shapes of the model and checking the recipe …'}, raw=True, display_id=True) if front()=='live' else None
+    words = {'text/plain':'planning: reading the shapes of the model and checking the recipe …'}
+    note = display(words, raw=True, display_id=True) if front()=='live' else None
     try: run = train(recipe, cell=cell, namespace=namespace)
     except BaseException:
         if note: note.update({'text/plain':''}, raw=True)
@@ -141,7 +142,7 @@ def _matcher(context):
     return dict(completions=[SimpleCompletion(text=x, type='param') for x in found], suppress=bool(found), matched_fragment=fragment, ordered=True)
 _matcher.matcher_api_version, _matcher.matcher_identifier, _matcher.matcher_priority = 2, 'shardnb.options', 0
 
-# %% ../../nbs/ui/03_magics.ipynb #b959e75c
+# %% ../../nbs/ui/03_magics.ipynb #5d3bac3c
 def load_ipython_extension(
     ip, # IPython's shell
 ):
@@ -154,7 +155,8 @@ def unload_ipython_extension(
     ip, # IPython's shell
 ):
     "`%unload_ext shardnb`"
-    for kind,name in (('line', 'shardtrain'), ('cell', 'shardtrain'), ('line', 'shardruns'), ('line', 'shardpick')): ip.magics_manager.magics[kind].pop(name, None)
+    for kind,name in (('line', 'shardtrain'), ('cell', 'shardtrain'), ('line', 'shardruns'), ('line', 'shardpick')):
+        ip.magics_manager.magics[kind].pop(name, None)
     ip.magics_manager.registry.pop('ShardMagics', None)
     if ip.Completer and _matcher in ip.Completer.custom_matchers: ip.Completer.custom_matchers.remove(_matcher)
     ip.display_formatter.ipython_display_formatter.pop('shardnb.run.handle.Run', None)

@@ -8,12 +8,12 @@ Docs: https://shardnb.github.io/shardnb/ui/panel.html.md"""
 __all__ = ['ENDED', 'summary', 'text_line', 'header_html', 'notes_html', 'error_html', 'shards_html', 'settings_html', 'log_html',
            'static_bundle', 'Panel', 'front', 'wait_for', 'show_panel']
 
-# %% ../../nbs/ui/01_panel.ipynb #059a8574
+# %% ../../nbs/ui/01_panel.ipynb #7de357e7
 import base64, html, sys, threading, time
 from ..run.event import PHASES
-from .figures import PALETTE, new_figure, png, run_figure, run_title, size_text, time_text
+from .figures import new_figure, png, run_figure, run_title, size_text, time_text
 
-# %% ../../nbs/ui/01_panel.ipynb #5d7946a1
+# %% ../../nbs/ui/01_panel.ipynb #1cbf1cd7
 ENDED = ('done', 'failed', 'stopped', 'lost')
 
 def summary(
@@ -25,11 +25,13 @@ def summary(
     for e in run.events('phase'):
         if e.get('rank', 0)==0:
             phase = e['phase']; phases[phase] = e.get('seconds') if e['state']=='end' else None
-    out = dict(state=state, phase=phase or 'starting', phases=phases, step=0, total=run.recipe.max_steps, eta_s=None, loss=None, tokens_per_s=None, step_s=None, peak=None, doing='')
+    out = dict(state=state, phase=phase or 'starting', phases=phases, step=0, total=run.recipe.max_steps, eta_s=None, loss=None,
+        tokens_per_s=None, step_s=None, peak=None, doing='')
     steps = run.events('step')
     if len(m):
         last = m.iloc[-1]; recent = m.tail(10)
-        out |= dict(step=int(last.step), loss=float(last.loss), tokens_per_s=float(recent.tokens_per_s.astype(float).mean()), step_s=float(recent.step_s.astype(float).mean()))
+        mean = lambda column: float(recent[column].astype(float).mean())
+        out |= dict(step=int(last.step), loss=float(last.loss), tokens_per_s=mean('tokens_per_s'), step_s=mean('step_s'))
         out['total'] = (steps[-1].get('total_steps') if steps else None) or out['total']
         if out['total'] and state=='running' and out['step']<out['total']: out['eta_s'] = max(0, out['total']-out['step'])*out['step_s']
     if len(mem):
@@ -47,7 +49,7 @@ def _doing(e):
     total = f' of {e["total"]:,}' if e.get('total') else ''
     return f'{e.get("what", "")}: {e["done"]:,}{total} {e.get("unit") or ""}'.strip() if e.get('done') is not None else str(e.get('what', ''))
 
-# %% ../../nbs/ui/01_panel.ipynb #ee64577b
+# %% ../../nbs/ui/01_panel.ipynb #6bfa22ed
 def text_line(
     run, # a `Run`
 )->str: # for example 'zero3 · running · step 12 of 60 · loss 2.31 · 534 tokens/s · 1 m 30 s left'
@@ -55,21 +57,30 @@ def text_line(
     s = summary(run)
     parts = [run.id, s['state'] if s['state']!='running' else s['phase']]
     if s['doing']: parts.append(s['doing'])
-    if s['step']: parts += [f'step {s["step"]}'+(f' of {s["total"]}' if s['total'] else ''), f'loss {s["loss"]:.4g}', f'{s["tokens_per_s"]:,.0f} tokens/s', f'{time_text(s["step_s"])} a step']
+    if s['step']:
+        parts += [f'step {s["step"]}'+(f' of {s["total"]}' if s['total'] else ''), f'loss {s["loss"]:.4g}']
+        parts += [f'{s["tokens_per_s"]:,.0f} tokens/s', f'{time_text(s["step_s"])} a step']
     if s['peak']: parts.append(f'peak {size_text(s["peak"])} in a rank')
     if s['eta_s'] is not None: parts.append(f'{time_text(s["eta_s"])} left')
     return ' · '.join(parts)
 
-# %% ../../nbs/ui/01_panel.ipynb #f4a08742
+# %% ../../nbs/ui/01_panel.ipynb #36e69850
 _COLOURS = dict(starting='#5c6b8a', running='#2f5bd0', stopping='#a8590c', stopped='#a8590c', done='#1d7a46', failed='#b3261e', lost='#7b3fa0')
-_CARD = 'font-family:system-ui,-apple-system,Segoe UI,sans-serif;font-size:13px;line-height:1.45;color:#22252b;background:#fff;max-width:960px;box-sizing:border-box;'
-_BOX = _CARD+'border:1px solid #d9dce2;border-radius:8px;padding:10px 14px;'
+_CARD = 'font-family:system-ui,-apple-system,Segoe UI,sans-serif;font-size:13px;line-height:1.45;color:#22252b;background:#fff;max-width:960px;'
+_SOFT = 'color:#6b7078;font-size:12px;'
+_CODE = 'font-family:monospace;font-size:11px;line-height:1.35;max-height:300px;overflow:auto;color:#22252b;background:#f6f7f9;padding:8px;margin:0;'
+_BOX = _CARD+'box-sizing:border-box;border:1px solid #d9dce2;border-radius:8px;padding:10px 14px;'
 _TABLE = 'border-collapse:collapse;font-size:12px;color:#22252b;background:#fff;'
 _CELL = 'padding:2px 10px 2px 0;text-align:left;white-space:nowrap;border:0;border-bottom:1px solid #eef0f3;color:#22252b;background:#fff;'
 
 def _e(x): return html.escape(str(x), quote=True)
 
-def _stat(label, value): return f'<span style="display:inline-block;margin-right:26px"><span style="color:#6b7078;font-size:11px">{_e(label)}</span><br><b style="font-size:15px">{_e(value)}</b></span>'
+def _div(style, *inner): return f'<div style="{style}">{"".join(inner)}</div>'
+
+def _span(style, *inner): return f'<span style="{style}">{"".join(inner)}</span>'
+
+def _stat(label, value):
+    return _span('display:inline-block;margin-right:26px', _span('color:#6b7078;font-size:11px', _e(label)), f'<br><b style="font-size:15px">{_e(value)}</b>')
 
 def _phases(s):
     "The phases passed, with their seconds, and the present one in bold"
@@ -77,10 +88,11 @@ def _phases(s):
     for p in PHASES:
         if p not in s['phases'] or (p=='done' and not ended): continue
         t = s['phases'][p]; now = p==s['phase'] and not ended
-        out.append(f'<span style="color:{"#22252b" if now else "#6b7078"};font-weight:{600 if now else 400}">{_e(p)}{f" {time_text(t)}" if t and t>=.05 else ""}{" …" if now else ""}</span>')
+        look = 'color:#22252b;font-weight:600' if now else 'color:#6b7078;font-weight:400'
+        out.append(_span(look, _e(p), f' {time_text(t)}' if t and t>=.05 else '', ' …' if now else ''))
     return ' <span style="color:#b6bac2">›</span> '.join(out)
 
-# %% ../../nbs/ui/01_panel.ipynb #c5e60136
+# %% ../../nbs/ui/01_panel.ipynb #4ccb5050
 def header_html(
     run, # a `Run`
 )->str: # an HTML card
@@ -89,17 +101,18 @@ def header_html(
     share = 1 if s['state']=='done' else s['step']/s['total'] if s['total'] else 0
     stats = [_stat('step', f'{s["step"]} / {s["total"]}' if s['total'] else s['step'] or '-')]
     if s['eta_s'] is not None: stats.append(_stat('time left', time_text(s['eta_s'])))
-    if s['loss'] is not None: stats += [_stat('loss', f'{s["loss"]:.4g}'), _stat('tokens/s', f'{s["tokens_per_s"]:,.0f}'), _stat('a step', time_text(s['step_s']))]
+    if s['loss'] is not None:
+        stats += [_stat('loss', f'{s["loss"]:.4g}'), _stat('tokens/s', f'{s["tokens_per_s"]:,.0f}'), _stat('a step', time_text(s['step_s']))]
     if s['peak']: stats.append(_stat('peak of a rank', size_text(s['peak'])))
     small = [_e(s['doing'])] if s['doing'] else []
     if s['cpu']: small.append('CPU speed is not GPU speed: compare memory and loss here, not seconds.')
-    return (f'<div style="{_BOX}"><div><span style="background:{colour};color:#fff;border-radius:10px;padding:1px 10px;font-size:12px;font-weight:600">{_e(s["state"])}</span>'
-        f' &nbsp;<b>{_e(run_title(run))}</b> <span style="color:#6b7078">&nbsp;{_e(run.id)}</span></div>'
-        f'<div style="margin:5px 0 7px;font-size:12px">{_phases(s)}</div>'
-        f'<div style="height:6px;background:#e9ebef;border-radius:3px;margin-bottom:7px"><div style="height:6px;border-radius:3px;width:{100*share:.1f}%;background:{colour}"></div></div>'
-        f'<div>{"".join(stats)}</div>'+''.join(f'<div style="color:#6b7078;font-size:12px;margin-top:4px">{x}</div>' for x in small)+'</div>')
+    badge = _span(f'background:{colour};color:#fff;border-radius:10px;padding:1px 10px;font-size:12px;font-weight:600', _e(s['state']))
+    bar = _div('height:6px;background:#e9ebef;border-radius:3px;margin-bottom:7px',
+        _div(f'height:6px;border-radius:3px;width:{100*share:.1f}%;background:{colour}'))
+    return _div(_BOX, f'<div>{badge} &nbsp;<b>{_e(run_title(run))}</b> ', _span('color:#6b7078', '&nbsp;', _e(run.id)), '</div>',
+        _div('margin:5px 0 7px;font-size:12px', _phases(s)), bar, _div('', *stats), *(_div(_SOFT+'margin-top:4px', x) for x in small))
 
-# %% ../../nbs/ui/01_panel.ipynb #1e4129d1
+# %% ../../nbs/ui/01_panel.ipynb #192033e7
 def notes_html(
     run, # a `Run`
 )->str: # '' if there is nothing to say
@@ -120,14 +133,17 @@ def error_html(
 )->str: # '' if the run has no error
     "What failed first, where, and what to change"
     err = run.error
-    if not err: return f'<div style="{_BOX}border-color:#7b3fa0">The run was lost: its supervisor is gone and left no end. Its files are kept.</div>' if run.state=='lost' else ''
+    if not err: return ''
     where = ', '.join(f'{k} {_get(err, k)}' for k in ('rank', 'phase', 'step') if _get(err, k) is not None)
     fix, tb = _get(err, 'fix'), _get(err, 'traceback')
-    return (f'<div style="{_BOX}border-color:#b3261e;border-left:5px solid #b3261e;margin-top:6px"><div><b style="color:#b3261e">{_e(_get(err, "cause") or "failed")}</b>'
-        f' <span style="color:#6b7078">{_e(where)}</span></div><div>{_e(_get(err, "message") or "")}</div>'+(f'<div style="margin-top:4px"><b>What to do:</b> {_e(fix)}</div>' if fix else '')
-        +(f'<details style="margin-top:4px"><summary>traceback of the rank</summary><pre style="font-size:11px;white-space:pre-wrap;color:#22252b;background:#f6f7f9;padding:6px">{_e(tb)}</pre></details>' if tb else '')+'</div>')
+    title = f'<b style="color:#b3261e">{_e(_get(err, "cause") or "failed")}</b> '+_span('color:#6b7078', _e(where))
+    todo = _div('margin-top:4px', '<b>What to do:</b> ', _e(fix)) if fix else ''
+    code = f'<pre style="{_CODE}white-space:pre-wrap">{_e(tb)}</pre>'
+    folded = f'<details style="margin-top:4px"><summary>traceback of the rank</summary>{code}</details>' if tb else ''
+    return _div(_BOX+'border-color:#b3261e;border-left:5px solid #b3261e;margin-top:6px', _div('', title),
+        _div('', _e(_get(err, 'message') or '')), todo, folded)
 
-# %% ../../nbs/ui/01_panel.ipynb #2c1a3142
+# %% ../../nbs/ui/01_panel.ipynb #2c67d592
 _RANKS = ('#332288', '#44AA99', '#DDCC77', '#CC6677', '#88CCEE', '#882255', '#117733', '#999933')
 
 def shards_html(
@@ -137,7 +153,7 @@ def shards_html(
 )->str: # an HTML table
     "Which rank owns which slice of which parameter"
     t = run.shards
-    if not len(t): return f'<div style="{_CARD}padding:4px 14px;color:#6b7078">known after sharding</div>'
+    if not len(t): return _div(_CARD+_SOFT+'padding:4px 14px', 'known after sharding')
     shown = sorted(t['rank'].unique())[:ranks]; names = list(dict.fromkeys(t['name'])); out = []
     by = {(r['name'], r['rank']):r for r in t.to_dict('records')}
     for n in names[:most]:
@@ -145,11 +161,13 @@ def shards_html(
         whole = 1
         for d in shape: whole *= int(d)
         cells = ''.join(f'<td style="{_CELL}">{_slice(x, whole)}</td>' for _,x in mine)
-        out.append(f'<tr><td style="{_CELL}">{_strip(mine, whole)}</td><td style="{_CELL}font-family:monospace;font-size:11px">{_e(n)}</td><td style="{_CELL}">{_e("×".join(map(str, shape)))}</td>{cells}</tr>')
+        name = f'<td style="{_CELL}font-family:monospace;font-size:11px">{_e(n)}</td>'
+        out.append(f'<tr><td style="{_CELL}">{_strip(mine, whole)}</td>{name}<td style="{_CELL}">{_e("×".join(map(str, shape)))}</td>{cells}</tr>')
     head = ''.join(f'<th style="{_CELL}color:{_RANKS[i%8]}">rank {_e(r)}</th>' for i,r in enumerate(shown))
     less = f'{most} of {len(names)} parameters' if len(names)>most else f'{len(names)} parameters'
-    return (f'<div style="{_CARD}padding:6px 14px;max-height:340px;overflow:auto"><div style="color:#6b7078;font-size:12px">elements of the flattened parameter that each rank holds; {less}</div>'
-        f'<table style="{_TABLE}"><tr><th style="{_CELL}">share</th><th style="{_CELL}">parameter</th><th style="{_CELL}">shape</th>{head}</tr>{"".join(out)}</table></div>')
+    first = ''.join(f'<th style="{_CELL}">{h}</th>' for h in ('share', 'parameter', 'shape'))
+    return _div(_CARD+'padding:6px 14px;max-height:340px;overflow:auto', _div(_SOFT, f'elements of the flattened parameter that each rank holds; {less}'),
+        f'<table style="{_TABLE}"><tr>{first}{head}</tr>{"".join(out)}</table>')
 
 def _slice(x, whole):
     "'0 … 4,095' or 'all' or '-' for one rank's part"
@@ -164,10 +182,11 @@ def _strip(mine, whole):
     copies = all(x and x['numel']>=whole for _,x in mine)
     for i,(_,x) in enumerate(mine):
         n = x['numel'] if x else 0
-        parts.append(f'<span style="display:inline-block;height:9px;width:{width if copies else 90*min(1, n/max(whole, 1)):.1f}px;background:{_RANKS[i%8]}"></span>')
+        wide = width if copies else 90*min(1, n/max(whole, 1))
+        parts.append(_span(f'display:inline-block;height:9px;width:{wide:.1f}px;background:{_RANKS[i%8]}'))
     return f'<span style="display:inline-block;width:92px;white-space:nowrap;line-height:9px">{"".join(parts)}</span>'
 
-# %% ../../nbs/ui/01_panel.ipynb #856b7e69
+# %% ../../nbs/ui/01_panel.ipynb #a4045d43
 def settings_html(
     run, # a `Run`
 )->str: # JSON in HTML
@@ -176,7 +195,7 @@ def settings_html(
     e = [{k:v for k,v in x.items() if k not in ('v', 't', 'kind', 'rank')} for x in run.events('effective')[:1]]
     said = 'read back in rank 0' if e else 'asked for; ranks have not reported yet'
     body = json.dumps(e[0] if e else (run.plan or {}).get('settings', {}), indent=1, default=str)
-    return f'<div style="{_CARD}padding:6px 14px"><div style="color:#6b7078;font-size:12px">{said}</div><pre style="font-size:11px;max-height:300px;overflow:auto;color:#22252b;background:#f6f7f9;padding:6px;margin:0">{_e(body)}</pre></div>'
+    return _div(_CARD+'padding:6px 14px', _div(_SOFT, said), f'<pre style="{_CODE}">{_e(body)}</pre>')
 
 def log_html(
     run, # a `Run`
@@ -185,16 +204,17 @@ def log_html(
 )->str: # text in HTML
     "The end of one rank's log"
     text = '\n'.join(line.split('\r')[-1] for line in str(run.logs(rank, tail=lines)).split('\n'))
-    return f'<pre style="{_CARD}font-family:monospace;font-size:11px;line-height:1.35;max-height:300px;overflow:auto;background:#f6f7f9;padding:8px;margin:0;white-space:pre-wrap">{_e(text) or "nothing yet"}</pre>'
+    return f'<pre style="{_CARD}{_CODE}white-space:pre-wrap">{_e(text) or "nothing yet"}</pre>'
 
-# %% ../../nbs/ui/01_panel.ipynb #f01b8d7f
+# %% ../../nbs/ui/01_panel.ipynb #0f0eddaf
 def static_bundle(
     run, # a `Run`
     figure=None, # a figure to draw into
 )->dict: # mime bundle
     "text/html, image/png and text/plain that need no widget and no kernel"
     picture = base64.b64encode(png(run_figure(run, figure))).decode()
-    hint = '' if run.state in ENDED else f'<div style="color:#6b7078;font-size:12px;padding:4px 14px">Live panel again, also after a kernel restart: <code>shardnb.attach(&quot;{_e(run.id)}&quot;).panel()</code></div>'
+    again = f'Live panel again, also after a kernel restart: <code>shardnb.attach(&quot;{_e(run.id)}&quot;).panel()</code>'
+    hint = '' if run.state in ENDED else _div(_SOFT+'padding:4px 14px', again)
     fold = lambda title, body: f'<details style="{_CARD}padding:2px 14px"><summary style="cursor:pointer">{title}</summary>{body}</details>'
     more = fold('Which rank owns which slice', shards_html(run))+fold('Effective settings', settings_html(run)) if run.state in ENDED else ''
     empty = run.state in ENDED and not len(run.metrics) and not len(run.memory)   # a run that ended before its first step has nothing to draw
@@ -202,7 +222,7 @@ def static_bundle(
     page = f'<div style="{_CARD}">{header_html(run)}{error_html(run)}{seen}{notes_html(run)}{hint}{more}</div>'
     return {'text/html':page, 'image/png':picture, 'text/plain':text_line(run)}
 
-# %% ../../nbs/ui/01_panel.ipynb #57a272b6
+# %% ../../nbs/ui/01_panel.ipynb #7298ec94
 class Panel:
     "A live view of one run; as the value of a cell it shows itself"
     def __init__(self,
@@ -220,7 +240,8 @@ class Panel:
         self.header, self.notes, self.picture = W.HTML(layout=wide), W.HTML(), W.Image(format='png', layout=wide)
         self.folds = {n:W.HTML() for n in ('Which rank owns which slice', 'Effective settings', 'Log of rank 0')}
         self.fold = W.Accordion(children=list(self.folds.values()), titles=list(self.folds), selected_index=None, layout=wide)
-        self.stop = W.Button(description='Stop', icon='stop', button_style='warning', layout=W.Layout(width='100px'), tooltip='Finish this step on every rank, save, and end')
+        self.stop = W.Button(description='Stop', icon='stop', button_style='warning', layout=W.Layout(width='100px'),
+            tooltip='Finish this step on every rank, save, and end')
         self.stop.on_click(self._stop)
         self.said = W.HTML(_said('This cell waits: interrupt the kernel (■) to stop the run.') if self.blocked else '')
         self.widget = W.VBox([self.header, W.HBox([self.said] if self.blocked else [self.stop, self.said]), self.picture, self.notes, self.fold])
@@ -235,7 +256,7 @@ class Panel:
 
 def _said(text): return f'<span style="{_CARD}color:#6b7078;padding:0 8px">{_e(text)}</span>'
 
-# %% ../../nbs/ui/01_panel.ipynb #5229dfd4
+# %% ../../nbs/ui/01_panel.ipynb #3f14c110
 def _set(widget, value):
     "Send only what changed"
     if widget.value!=value: widget.value = value
@@ -251,7 +272,8 @@ def _refresh(self:Panel, force=False):
         began = time.thread_time(); self.picture.value = png(run_figure(run, self.figure))
         self._news, self._drawn, self._cost = told[:3], time.time(), time.thread_time()-began
     if state in ENDED: self.stop.layout.display = 'none'
-    elif self._asked and self.stop.disabled and time.time()-self._asked>5: self.stop.description, self.stop.button_style, self.stop.disabled = 'End now', 'danger', False
+    elif self._asked and self.stop.disabled and time.time()-self._asked>5:
+        self.stop.description, self.stop.button_style, self.stop.disabled = 'End now', 'danger', False
     self._told = told
     return state
 
@@ -321,7 +343,7 @@ def front()->str: # 'live', 'static' or 'terminal'
     if kernel is not None: return 'live' if getattr(kernel, '_allow_stdin', True) else 'static'
     return 'static' if ip is not None and type(ip).__name__!='TerminalInteractiveShell' else 'terminal'
 
-# %% ../../nbs/ui/01_panel.ipynb #d1d7f87f
+# %% ../../nbs/ui/01_panel.ipynb #8a012340
 def wait_for(
     run, # a `Run`
     tick=None, # called with the run about twice a second
@@ -344,10 +366,12 @@ def show_panel(
     wait:bool=False, # return only when the run has ended
     handle=None, # a display to take over; None makes a new output
 ):
-    "Show `run`: live for a person at a notebook, else wait and leave one static output (or lines of text); a run that fails while waited for raises `RunFailed`"
+    "Show `run`: live for a person at a notebook, else wait and leave one static output; a run that fails meanwhile raises `RunFailed`"
     seen, where = run.state, front()
     waits = (wait or where!='live') and seen not in ENDED
-    if where=='terminal': from shardnb.ui.cli import follow; follow(run)
+    if where=='terminal':
+        from shardnb.ui.cli import follow
+        follow(run)
     elif where=='live' and seen not in ENDED:
         panel = Panel(run, blocked=wait).show(handle)
         if wait: wait_for(run); panel._thread.join(30)

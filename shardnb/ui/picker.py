@@ -8,7 +8,7 @@ Docs: https://shardnb.github.io/shardnb/ui/picker.html.md"""
 __all__ = ['FIELDS', 'OFFER', 'facts_of', 'states_table', 'states_picture', 'states_html', 'problems_html', 'equal_line_html',
            'field_widget', 'Picker', 'settings_text', 'pick']
 
-# %% ../../nbs/ui/02_picker.ipynb #d17c6955
+# %% ../../nbs/ui/02_picker.ipynb #31d4f10e
 import base64, threading
 from ..plan.machine import Machine
 from ..plan.memory import STATES, states
@@ -17,10 +17,11 @@ from ..plan.recipe import Recipe
 from ..plan.strategy import STRATEGIES, Strategy
 from .figures import png, size_text, states_bars
 from .options import choices_of
-from .panel import ENDED, _CARD, _CELL, _TABLE, _BOX, _e, front, Panel
+from .panel import ENDED, _CARD, _CELL, _TABLE, _BOX, _CODE, _SOFT, _div, _e, front, Panel
 
-# %% ../../nbs/ui/02_picker.ipynb #6db1c7e6
-FIELDS = {'Model':('model', 'tuning', 'lora_r', 'learning_rate', 'max_steps'), 'Data and batch':('dataset', 'max_length', 'micro_batch', 'grad_accum'), 'Sharding':('strategy', 'nproc', 'precision')}
+# %% ../../nbs/ui/02_picker.ipynb #4c219b6c
+FIELDS = {'Model':('model', 'tuning', 'lora_r', 'learning_rate', 'max_steps'),
+    'Data and batch':('dataset', 'max_length', 'micro_batch', 'grad_accum'), 'Sharding':('strategy', 'nproc', 'precision')}
 OFFER = dict(model=['demo', 'tiny', 'Qwen/Qwen3-0.6B', 'HuggingFaceTB/SmolLM2-1.7B-Instruct'], dataset=['demo', 'HuggingFaceH4/ultrachat_200k'])
 
 # %% ../../nbs/ui/02_picker.ipynb #87ed2599
@@ -55,7 +56,7 @@ def states_picture(
     only = lambda d: {c:d[c] for c in STATES if d.get(c)}
     return states_bars({n:only(b.device) for n,b in table.items()}, chosen, {n:only(b.host) for n,b in table.items()}, capacity)
 
-# %% ../../nbs/ui/02_picker.ipynb #ee57844c
+# %% ../../nbs/ui/02_picker.ipynb #7069d3c5
 def states_html(
     table:dict, # from `states_table`
     chosen:str, # this row is bold
@@ -64,13 +65,15 @@ def states_html(
     rows = []
     for n,b in table.items():
         bold = 'font-weight:700;background:#eef3ff;' if n==chosen else ''
-        cell = lambda x,more='': f'<td style="{_CELL}{bold}{more}">{x}</td>'
-        parts = ''.join(cell(_e(size_text(b.device.get(c, 0)+b.host.get(c, 0)))+(' on host' if b.host.get(c) else '')) for c in ('params', 'grads', 'optimizer'))
+        cell = lambda x,more='',bold=bold: f'<td style="{_CELL}{bold}{more}">{x}</td>'
+        held = {c:_e(size_text(b.device.get(c, 0)+b.host.get(c, 0)))+(' on host' if b.host.get(c) else '') for c in STATES}
+        parts = ''.join(map(cell, held.values()))
         rows.append(f'<tr>{cell(_e(n))}{parts}{cell(_e(size_text(b.peak)))}{cell(_e(Strategy.parse(n).one_line), "white-space:normal;color:#6b7078;")}</tr>')
     head = ''.join(f'<th style="{_CELL}">{h}</th>' for h in ('strategy', 'parameters', 'gradients', 'optimizer', 'on the device', 'what it shards'))
-    return f'<div style="{_CARD}padding:4px 14px"><table style="{_TABLE}"><tr>{head}</tr>{"".join(rows)}</table><div style="color:#6b7078;font-size:12px">Predicted, model states only: activations, buffers, logits and context come on top.</div></div>'
+    return _div(_CARD+'padding:4px 14px', f'<table style="{_TABLE}"><tr>{head}</tr>{"".join(rows)}</table>',
+        _div(_SOFT, 'Predicted, model states only: activations, buffers, logits and context come on top.'))
 
-# %% ../../nbs/ui/02_picker.ipynb #5cc6e9e7
+# %% ../../nbs/ui/02_picker.ipynb #d0758a24
 def problems_html(
     error, # a `ShardnbError`
 )->str: # '' for None
@@ -83,10 +86,12 @@ def equal_line_html(
     recipe, # a `Recipe`
 )->str: # HTML with the line as text that can be selected
     "The line that does the same without the form"
-    return (f'<div style="{_CARD}padding:4px 0"><span style="color:#6b7078;font-size:12px">the same as a line, to copy:</span>'
-        f'<pre style="user-select:all;font-size:12px;color:#22252b;background:#f6f7f9;border:1px solid #e6e8ec;border-radius:6px;padding:6px 10px;margin:3px 0;white-space:pre-wrap">{_e(recipe.magic_line())}</pre></div>')
+    return _div(_CARD+'padding:4px 0', _div(_SOFT, 'the same as a line, to copy:'),
+        f'<pre style="{_CODE}user-select:all;font-size:12px;border:1px solid #e6e8ec;border-radius:6px;white-space:pre-wrap">{_e(recipe.magic_line())}</pre>')
 
-# %% ../../nbs/ui/02_picker.ipynb #713d3382
+# %% ../../nbs/ui/02_picker.ipynb #809a890b
+def _on_page(style, *inner): return _div(f'{_CARD}background:none;color:var(--jp-ui-font-color1,#22252b);{style}', *inner)
+
 def field_widget(
     name:str, # a field of `Recipe`
     value, # what the recipe says; None means 'work it out'
@@ -100,7 +105,7 @@ def field_widget(
     if choices: return W.Dropdown(value=text, options=([] if f.default is not None else [('worked out', '')])+[(c, c) for c in choices], **look)
     return W.Text(value=text, placeholder='worked out' if f.default is None else str(f.default), continuous_update=False, **look)
 
-# %% ../../nbs/ui/02_picker.ipynb #a599a236
+# %% ../../nbs/ui/02_picker.ipynb #65ec17f1
 class Picker:
     "A form over a recipe; `.recipe` is what it says now, `.run` the run that it launched last"
     def __init__(self,
@@ -111,19 +116,20 @@ class Picker:
         self.recipe, self.run, self.error, self.panel, self.handle, self.below = self.base, None, None, None, None, None
         self._asked, self._facts, self._lock = 0, {}, threading.RLock()
         self.fields = {n:field_widget(n, getattr(self.base, n)) for group in FIELDS.values() for n in group}
-        column = lambda title, names: W.VBox([W.HTML(f'<b style="{_CARD}background:none;color:var(--jp-ui-font-color1,#22252b)">{title}</b>'), *[self.fields[n] for n in names]], layout=W.Layout(margin='0 10px 0 0'))
+        column = lambda title, names: W.VBox([W.HTML(_on_page('', f'<b>{title}</b>')), *[self.fields[n] for n in names]], layout=W.Layout(margin='0 10px 0 0'))
         self.about = W.HTML(layout=W.Layout(width='300px'))
         columns = [column(t, n) for t,n in FIELDS.items()]; columns[-1].children += (self.about,)
         self.form = W.HBox(columns, layout=W.Layout(flex_flow='row wrap', max_width='960px'))
         self.problems, self.line, self.note = W.HTML(layout=W.Layout(max_width='960px')), W.HTML(layout=W.Layout(max_width='960px')), W.HTML()
         self.bars, self.table, self.settings = W.Image(format='png', layout=W.Layout(width='100%', max_width='900px')), W.HTML(), W.HTML()
-        self.fold = W.Accordion(children=[self.table, self.settings], titles=['Model states in numbers', 'Effective settings'], selected_index=None, layout=W.Layout(max_width='960px'))
+        self.fold = W.Accordion(children=[self.table, self.settings], titles=['Model states in numbers', 'Effective settings'], selected_index=None,
+            layout=W.Layout(max_width='960px'))
         self.launch = W.Button(description='Launch', icon='play', button_style='primary', tooltip='Start the run; its panel appears below')
         self.launch.on_click(lambda _: threading.Thread(target=self._launch, daemon=True).start())
         self.widget = W.VBox([self.form, self.bars, self.problems, self.line, W.HBox([self.launch, self.note]), self.fold])
         for w in self.fields.values(): w.observe(lambda _: self.read(), 'value')
 
-# %% ../../nbs/ui/02_picker.ipynb #32032be7
+# %% ../../nbs/ui/02_picker.ipynb #c01f2c7b
 def _words(self:Picker):
     "What the form says, as changes of the recipe that it began with; what is a default and always was is left out"
     out = {}
@@ -141,7 +147,7 @@ def _read(self:Picker, background=True):
         self.problems.value = problems_html(self.error); self._ready()
         if self.error: return
         s = Strategy.parse(self.recipe.strategy)
-        self.about.value = f'<div style="{_CARD}padding:2px 0 0 6px;background:none;color:var(--jp-ui-font-color1,#22252b);white-space:normal;font-size:12px"><b>{_e(s.name)}</b>: {_e(s.one_line)}</div>'
+        self.about.value = _on_page('padding:2px 0 0 6px;white-space:normal;font-size:12px', f'<b>{_e(s.name)}</b>: {_e(s.one_line)}')
         self.line.value = equal_line_html(self.recipe)
     if background: threading.Thread(target=self._ask, args=(mine, self.recipe), daemon=True).start()
     else: self._ask(mine, self.recipe)
@@ -155,13 +161,16 @@ def _ask(self:Picker, mine, recipe):
     with self._lock:
         if mine!=self._asked: return
         self.error = error; self.problems.value = problems_html(error); self._ready()
-        if table: self._worked_out(full); self.bars.value, self.table.value = png(states_picture(table, full.strategy, Machine.detect().device_bytes)), states_html(table, full.strategy)
+        if table:
+            self._worked_out(full)
+            self.bars.value = png(states_picture(table, full.strategy, Machine.detect().device_bytes)); self.table.value = states_html(table, full.strategy)
         if plan: self.settings.value = settings_text(plan)
 
 def _worked_out(self:Picker, full):
     "In an empty field, show the value that it gets"
     for n,w in self.fields.items():
-        if hasattr(w, 'placeholder') and Recipe.model_fields[n].default is None and getattr(full, n) is not None: w.placeholder = f'{getattr(full, n)} (worked out)'
+        value = getattr(full, n)
+        if hasattr(w, 'placeholder') and Recipe.model_fields[n].default is None and value is not None: w.placeholder = f'{value} (worked out)'
 
 def _ready(self:Picker):
     "Launch is open when nothing is wrong and no run of this form is under way"
@@ -174,13 +183,13 @@ def settings_text(
     "The settings that the engine will get"
     import json
     notes = ''.join(f'<div>ℹ {_e(n)}</div>' for n in plan['notes'])
-    return f'<div style="{_CARD}padding:6px 14px">{notes}<pre style="font-size:11px;max-height:320px;overflow:auto;color:#22252b;background:#f6f7f9;padding:6px">{_e(json.dumps(plan["settings"], indent=1, default=str))}</pre></div>'
+    return _div(_CARD+'padding:6px 14px', notes, f'<pre style="{_CODE}">{_e(json.dumps(plan["settings"], indent=1, default=str))}</pre>')
 
-# %% ../../nbs/ui/02_picker.ipynb #1c4697b9
+# %% ../../nbs/ui/02_picker.ipynb #c5ec6ec6
 def _launch(self:Picker):
     "Start the run that the form describes and show its panel below"
     from shardnb.run.handle import train
-    self.launch.disabled = True; self.note.value = f'<span style="{_CARD}background:none;color:var(--jp-ui-font-color2,#6b7078)">&nbsp;launching …</span>'
+    self.launch.disabled = True; self.note.value = _on_page('', '&nbsp;launching …')
     try: self.run = train(self.recipe)
     except ShardnbError as e: self.problems.value = problems_html(e)
     except Exception as e: self.problems.value = problems_html(ShardnbError(f'{type(e).__name__}: {e}'))
@@ -196,7 +205,8 @@ def _ended(self:Picker):
 def _bundle(self:Picker):
     "What stays where widgets don't: the bars, the table and the line"
     picture = base64.b64encode(self.bars.value).decode() if self.bars.value else ''
-    page = f'<div>{self.problems.value}<img style="max-width:100%" alt="model states of each strategy" src="data:image/png;base64,{picture}">{self.table.value}{self.line.value}</div>'
+    seen = f'<img style="max-width:100%" alt="model states of each strategy" src="data:image/png;base64,{picture}">' if picture else ''
+    page = f'<div>{self.problems.value}{seen}{self.table.value}{self.line.value}</div>'
     return {'text/html':page, 'text/plain':self.recipe.magic_line()}|({'image/png':picture} if picture else {})
 
 def _display(self:Picker):
