@@ -67,10 +67,14 @@ def execute(nb_file, project, package_hash):
         nbformat.write(nb, nb_file)
         return 0.0
     t = time.monotonic()
+    sources = [c.source for c in nb.cells]
     for c in nb.cells:
-        if c.cell_type == "code" and skipped(c.source): c.metadata["tags"] = ["skip-execution"]
+        if c.cell_type != "code": continue
+        if skipped(c.source): c.metadata["tags"] = ["skip-execution"]
+        elif "#| export" in c.source: c.source = without_program(c.source, statements(c.source))   # in a kernel, __name__ is "__main__"
     NotebookClient(nb, timeout=900, kernel_name="python3", resources={"metadata": {"path": str(nb_file.parent)}}, skip_cells_with_tag="skip-execution").execute()
-    for c in nb.cells:
+    for c, source in zip(nb.cells, sources, strict=True):
+        c.source = source
         for k in ("tags", "execution"): c.metadata.pop(k, None)
     kept.parent.mkdir(parents=True, exist_ok=True)
     kept.write_text(json.dumps([[c.outputs for c in nb.cells if c.cell_type == "code"], nb.metadata.get("widgets")]))

@@ -112,7 +112,7 @@ class Engine:
         "(name, parameter) of the unwrapped model, tied ones once."
         return list(unwrap(self.model).named_parameters())
 
-# %% ../../nbs/run/04_engine.ipynb #a3c3b07c
+# %% ../../nbs/run/04_engine.ipynb #0e931e36
 def _count(params, of=lambda p: p.numel()): return int(sum(of(p) for p in params))
 
 def _require(ok, what):
@@ -120,10 +120,10 @@ def _require(ok, what):
 
 def _facts(eng, world_size, **extra):
     ps = [p for _, p in eng.full_parameters()]
-    size = lambda p: int(getattr(p, "ds_numel", p.numel()))
-    dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in ps})
-    return dict(world_size=world_size, elements=_count(ps, size), trainable=_count([p for p in ps if p.requires_grad], size),
-                param_dtypes=dtypes, backend=dist.get_backend(), device=str(eng.device), **extra)
+    size, name = (lambda p: int(getattr(p, "ds_numel", p.numel()))), (lambda t: str(t.dtype).removeprefix("torch."))
+    norm = next((name(p) for n, p in eng.full_parameters() if "norm" in n.lower()), None)
+    return dict(world_size=world_size, elements=_count(ps, size), trainable=_count([p for p in ps if p.requires_grad], size), param_dtypes=sorted({name(p) for p in ps}),
+                norms=norm, backend=dist.get_backend(), device=str(eng.device)) | extra
 
 # %% ../../nbs/run/04_engine.ipynb #302e842f
 class DDPEngine(Engine):
@@ -164,13 +164,16 @@ class DDPEngine(Engine):
         "Every rank owns all of every parameter."
         return [[n, list(p.shape), p.numel(), "whole", 0] for n, p in self.full_parameters()]
 
-# %% ../../nbs/run/04_engine.ipynb #55ecbc14
+# %% ../../nbs/run/04_engine.ipynb #7e480357
 class DeepSpeedEngine(Engine):
     "ZeRO: stage 1 shards the optimizer, stage 2 gradients too, stage 3 parameters too."
     name = "deepspeed"
 
     @property
     def config(self) -> dict: return self.settings["deepspeed"]
+    @property
+    def mixed_precision(self): # its own blocks decide; with `torch_autocast` neither is on, and Transformers must not think otherwise
+        return next((k for k in ("bf16", "fp16") if self.config.get(k, {}).get("enabled")), "no")
     @property
     def stage(self) -> int: return self.config["zero_optimization"]["stage"]
 
@@ -352,7 +355,7 @@ class FSDPEngine(Engine):
         from accelerate.utils import FullyShardedDataParallelPlugin
         return dict(fsdp_plugin=FullyShardedDataParallelPlugin(**self._plugin()))
 
-# %% ../../nbs/run/04_engine.ipynb #587988c0
+# %% ../../nbs/run/04_engine.ipynb #baf1ed21
 @patch
 def before_wrap(self: FSDPEngine, accelerator, model):
     "Name the layer classes, from the live model when the plan could not."
@@ -362,6 +365,28 @@ def before_wrap(self: FSDPEngine, accelerator, model):
     plugin = getattr(accelerator.state, "fsdp_plugin", None)
     _require(plugin is not None, f"Accelerate has set up {accelerator.distributed_type}, not FSDP")
     plugin.transformer_cls_names_to_wrap = list(self.config["transformer_layer_cls_to_wrap"])
+    if self.config.get("fp32_norms"): self._shard_norms(unwrap(model))
+
+def _norms(model):
+    "The norms inside layers; the last one shares a unit with the head, which TRL's fused loss uses without calling it."
+    from accelerate.utils.fsdp_utils import _find_final_norm
+    last = _find_final_norm(model)
+    return [m for m in model.modules() if "Norm" in type(m).__name__ and m is not last and any(True for _ in m.parameters(recurse=False))]
+
+@patch
+def _shard_norms(self: FSDPEngine, model):
+    "Units of their own for the norms, computed in fp32; a policy holds for a whole unit, so nothing smaller will do."
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, output_dtype=_dtype(self.config["param_dtype"]), cast_forward_inputs=False)
+    for m in _norms(model): fully_shard(m, mp_policy=policy, reshard_after_forward=self.config["reshard_after_forward"])
+
+@patch
+def _norm_dtype(self: FSDPEngine):
+    "What norm weights compute in: their own unit's policy, or that of the unit around them."
+    from torch.distributed.fsdp import FSDPModule
+    norms = _norms(unwrap(self.model))
+    if norms and isinstance(norms[0], FSDPModule): return str(norms[0]._get_fsdp_state()._mp_policy.param_dtype).removeprefix("torch.")
+    return self.config.get("param_dtype") or (str(_local(next(norms[0].parameters())).dtype).removeprefix("torch.") if norms else None)
 
 @patch
 def keep_whole(self: FSDPEngine):
@@ -394,7 +419,7 @@ def verify(self: FSDPEngine, world_size: int) -> dict: # facts; raises `EngineEr
     local, want = _count(ps, lambda p: _local(p).numel()), sum(_rows(p.shape, dist.get_rank(), world_size)[1] for p in ps)
     _require(local == want, f"this rank holds {local} elements, should hold {want}")
     mine = _count([p for p in ps if p.requires_grad], lambda p: _local(p).numel())
-    f = _facts(self, world_size, engine="fsdp", wrapper="FSDPModule", units=units, wrapped=self.config.get("transformer_layer_cls_to_wrap"), reshard_after_forward=self.config["reshard_after_forward"])
+    f = _facts(self, world_size, engine="fsdp", norms=self._norm_dtype(), wrapper="FSDPModule", units=units, wrapped=self.config.get("transformer_layer_cls_to_wrap"), reshard_after_forward=self.config["reshard_after_forward"])
     return f | dict(local_elements=local, expected_elements=want, local_optimizer=mine)
 
 # %% ../../nbs/run/04_engine.ipynb #5eca0405

@@ -164,7 +164,7 @@ def agreed_to_stop(self: Observer) -> bool: # the same on every rank
     self.stopping, self._next_check = bool(answer[0].item()), self.steps + int(answer[1].item())
     return self.stopping
 
-# %% ../../nbs/run/08_observer.ipynb #a2b6738d
+# %% ../../nbs/run/08_observer.ipynb #6e227bb0
 class TrainerWatch(TrainerCallback):
     "Writes events from Trainer's announcements."
     def __init__(self, observer, trainer): self.o, self.trainer, self._last = observer, trainer, None
@@ -177,12 +177,16 @@ class TrainerWatch(TrainerCallback):
         self.o.plan_steps(state.max_steps)
         self.o.phase("training")
 
+    def on_epoch_begin(self, args, state, control, **kw):
+        # accelerate 1.15 doesn't reach the sampler when it skips batches to resume inside an epoch; the order would be that of epoch 0
+        if self.trainer.row_order is not None: self.trainer.row_order.set_epoch(int(state.epoch or 0))
+
     def on_step_end(self, args, state, control, **kw):
         if self.o.agreed_to_stop(): control.should_save = control.should_training_stop = True
 
     def on_log(self, args, state, control, logs=None, **kw):
         if not logs: return
-        if "eval_loss" in logs: self.o.events.write("eval", step=state.global_step, loss=logs["eval_loss"], seconds=logs.get("eval_runtime"))
+        if "eval_loss" in logs and self.o.rank == 0: self.o.events.write("eval", step=state.global_step, loss=logs["eval_loss"], seconds=logs.get("eval_runtime"))
         elif "loss" in logs and state.global_step != self._last:
             self._last = state.global_step
             self.o.step(logs["loss"], logs.get("learning_rate"), logs.get("grad_norm"), state.epoch, self.trainer.shardnb_tokens())
@@ -196,13 +200,13 @@ def _clock_backward(accelerator, observer):
     def backward(loss, **kw): observer.backward(lambda: plain(loss, **kw))
     accelerator.backward = backward
 
-# %% ../../nbs/run/08_observer.ipynb #9aec81dc
+# %% ../../nbs/run/08_observer.ipynb #ede4afba
 def watched(
     cls: type,  # a Trainer class: Transformers', TRL's, or a cell's own
 ) -> type:      # the same, observed
     "A subclass that tells the observer (`self.observer`) about data, forward passes and tokens."
     class Watched(cls):
-        observer, sampler_factory, _tokens = None, None, 0
+        observer, sampler_factory, row_order, _tokens = None, None, None, 0
 
         def get_batch_samples(self, *args, **kw):
             self.observer.clock.begin("data")
@@ -228,7 +232,9 @@ def watched(
             return out
 
         def _get_train_sampler(self, *args, **kw):
-            return self.sampler_factory() if self.sampler_factory else super()._get_train_sampler(*args, **kw)
+            if self.sampler_factory is None: return super()._get_train_sampler(*args, **kw)
+            self.row_order = self.sampler_factory()
+            return self.row_order
 
         def evaluate(self, *args, **kw):
             self.observer.phase("evaluating")

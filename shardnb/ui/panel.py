@@ -8,8 +8,8 @@ Docs: https://shardnb.github.io/shardnb/ui/panel.html.md"""
 __all__ = ['ENDED', 'summary', 'text_line', 'header_html', 'notes_html', 'error_html', 'shards_html', 'settings_html', 'log_html',
            'static_bundle', 'Panel', 'front', 'wait_for', 'show_panel']
 
-# %% ../../nbs/ui/01_panel.ipynb #7de357e7
-import base64, html, sys, threading, time
+# %% ../../nbs/ui/01_panel.ipynb #12b285e7
+import base64, html, re, sys, threading, time
 from ..run.event import PHASES
 from .figures import new_figure, png, run_figure, run_title, size_text, time_text
 
@@ -112,7 +112,7 @@ def header_html(
     return _div(_BOX, f'<div>{badge} &nbsp;<b>{_e(run_title(run))}</b> ', _span('color:#6b7078', '&nbsp;', _e(run.id)), '</div>',
         _div('margin:5px 0 7px;font-size:12px', _phases(s)), bar, _div('', *stats), *(_div(_SOFT+'margin-top:4px', x) for x in small))
 
-# %% ../../nbs/ui/01_panel.ipynb #192033e7
+# %% ../../nbs/ui/01_panel.ipynb #486e91a8
 def notes_html(
     run, # a `Run`
 )->str: # '' if there is nothing to say
@@ -136,6 +136,8 @@ def error_html(
     if not err: return ''
     where = ', '.join(f'{k} {_get(err, k)}' for k in ('rank', 'phase', 'step') if _get(err, k) is not None)
     fix, tb = _get(err, 'fix'), _get(err, 'traceback')
+    lines = re.findall(r'cell\.py", line (\d+)', tb or '')
+    if lines: where += f', line {lines[-1]} of the cell'
     title = f'<b style="color:#b3261e">{_e(_get(err, "cause") or "failed")}</b> '+_span('color:#6b7078', _e(where))
     todo = _div('margin-top:4px', '<b>What to do:</b> ', _e(fix)) if fix else ''
     code = f'<pre style="{_CODE}white-space:pre-wrap">{_e(tb)}</pre>'

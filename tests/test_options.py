@@ -1,0 +1,89 @@
+"""What the recipe's options do in a real run: precision, adapters, checkpointing, units, packing, evaluation, saving, resuming."""
+import json
+
+import pytest
+import ranks
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    f = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    f.write_text("\n".join(json.dumps(dict(prompt=f"count to {i % 9}", completion=" ".join(map(str, range(i % 9))) or "none")) for i in range(24)))
+    return str(f)
+
+
+def go(rows, home, strategy, plan=(), **kw):
+    from shardnb.plan.recipe import Recipe
+    return ranks.train(Recipe(**{**dict(model="tiny", dataset=rows, strategy=strategy, nproc=2, micro_batch=2, global_batch=8, max_steps=4, max_length=64, learning_rate=1e-3, precision="fp32"), **kw}),
+                       home=home, **dict(plan))
+
+
+def fell(run): assert run.metrics.loss.iloc[-1] < run.metrics.loss.iloc[0]
+
+
+@pytest.mark.parametrize("strategy", ("ddp", "zero2", "zero3", "fsdp"))
+def test_bf16_pure_keeps_no_fp32_copy(rows, tmp_path, strategy):
+    run = go(rows, tmp_path, strategy, precision="bf16-pure")
+    fell(run)
+    m = run.memory.query("rank == 0 and moment == 'after_backward' and step == 2").groupby("category").bytes.sum()
+    assert m.optimizer <= 3.1 * m.grads # two bf16 moments, and at most a bf16 master beside bf16 gradients
+    assert run.events("effective")[0]["param_dtypes"] == ["bfloat16"]
+
+
+@pytest.mark.parametrize("strategy", ("ddp", "zero2", "zero3", "fsdp"))
+def test_norms_in_fp32(rows, tmp_path, strategy):
+    run = go(rows, tmp_path, strategy, precision="bf16", fp32_norms=True)
+    fell(run)
+    assert run.events("effective")[0]["norms"] == "float32"
+
+
+def test_a_kept_unit_stays_gathered(rows, tmp_path):
+    held = {}
+    for keep in ([], ["embed_tokens"]):
+        run = go(rows, tmp_path, "fsdp", fsdp_keep=keep)
+        held[bool(keep)] = run.memory.query("rank == 0 and moment == 'after_forward' and category == 'gathered' and step == 2").bytes.sum()
+    assert held[True] - held[False] == 264 * 64 * 4 # the embedding
+
+
+@pytest.mark.parametrize("strategy", ("ddp", "zero3", "fsdp"))
+def test_checkpointing_changes_memory_not_losses(rows, tmp_path, strategy):
+    plain, less = (go(rows, tmp_path, strategy, activation_checkpointing=on) for on in (False, True))
+    assert less.metrics.loss.tolist() == pytest.approx(plain.metrics.loss.tolist(), rel=1e-5)
+
+
+@pytest.mark.parametrize("strategy", ("zero3", "fsdp"))
+@pytest.mark.parametrize("checkpointing", (False, True))
+def test_lora_trains_and_saves_a_full_adapter(rows, tmp_path, strategy, checkpointing):
+    from safetensors.torch import load_file
+    run = go(rows, tmp_path, strategy, tuning="lora", lora_r=4, activation_checkpointing=checkpointing)
+    fell(run)
+    saved = load_file(run.rundir.checkpoints_path / "final" / "adapter_model.safetensors")
+    assert len(saved) == 2 * 7 * 4 and all(t.numel() for t in saved.values())
+    assert any(float(t.abs().sum()) > 0 for n, t in saved.items() if "lora_B" in n)
+
+
+@pytest.mark.parametrize("strategy", ("ddp", "fsdp"))
+def test_qlora(rows, tmp_path, strategy): fell(go(rows, tmp_path, strategy, tuning="qlora", lora_r=4, eval_share=.2, eval_steps=2))
+
+
+def test_packed_rows_don_t_see_each_other(rows, tmp_path):
+    "One packed row and its documents one by one have the same token-weighted loss."
+    packed = go(rows, tmp_path, "ddp", packing=True, max_length=512, max_steps=1, micro_batch=1, global_batch=2, warmup_steps=1)
+    single = go(rows, tmp_path, "ddp", max_length=512, max_steps=1, micro_batch=12, global_batch=24, warmup_steps=1)
+    assert packed.metrics.tokens[0] < single.metrics.tokens[0] * 1.01
+    if packed.metrics.tokens[0] == single.metrics.tokens[0]: assert packed.metrics.loss[0] == pytest.approx(single.metrics.loss[0], rel=1e-4)
+    else: assert packed.metrics.loss[0] == pytest.approx(single.metrics.loss[0], rel=5e-2)
+
+
+@pytest.mark.parametrize("strategy", ("zero1", "zero3", "fsdp"))
+def test_saved_model_is_plain_and_resume_goes_on_exactly(rows, tmp_path, strategy):
+    import torch
+    from transformers import AutoModelForCausalLM
+    whole = go(rows, tmp_path, strategy, max_steps=6, save_steps=4, eval_share=.2, eval_steps=3)
+    assert len(whole.events("eval")) == 2
+    checkpoint = next(e["path"] for e in whole.events("checkpoint") if e["path"].endswith("checkpoint-4"))
+    rest = go(rows, tmp_path, strategy, max_steps=6, eval_share=.2, eval_steps=3, plan=dict(resume_from=checkpoint))
+    assert rest.metrics.loss.tolist() == whole.metrics.loss.tolist()[4:]
+    model = AutoModelForCausalLM.from_pretrained(whole.rundir.checkpoints_path / "final")
+    assert sum(p.numel() for p in model.parameters()) == whole.events("effective")[0]["elements"]
+    assert all(torch.isfinite(p).all() for p in model.parameters())
