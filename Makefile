@@ -58,7 +58,8 @@ readme: install  ## write README.md from nbs/index.ipynb
 docs: install  ## build the site into _docs (runs every notebook once; what did not change is taken from a cache)
 	$(PY) docs/build.py
 
-bench: install  ## the slow counts: numerics over all strategies, step time against plain torchrun
+bench: install  ## the slow counts: numerics and bytes over all strategies and ranks, step time against the plain job
+	$(PY) bench/step_time.py
 	$(PY) -m pytest -m "slow and not gpu" -s tests
 
 gpu: install  ## what needs a CUDA device

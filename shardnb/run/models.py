@@ -6,8 +6,8 @@ Docs: https://shardnb.github.io/shardnb/run/models.html.md"""
 
 # %% auto #0
 __all__ = ['DEMO_PIP', 'cache_dir', 'build_once', 'demo_problems', 'is_local', 'resolve_model', 'config_only', 'model_problems',
-           'weights_dtype', 'load_model', 'load_tokenizer', 'vocabulary_problems', 'peft_config', 'cast_adapters',
-           'apply_peft']
+           'weights_dtype', 'model_config', 'load_model', 'load_tokenizer', 'vocabulary_problems', 'peft_config',
+           'cast_adapters', 'apply_peft']
 
 # %% ../../nbs/run/05_models.ipynb #2b62c50f
 import json
@@ -262,7 +262,7 @@ def _keep_4bit_layout(model):
     for m in model.modules():
         if isinstance(m, bnb.nn.Linear4bit) and hasattr(m, "support_avx512bf16_for_cpu"): m.support_avx512bf16_for_cpu = False
 
-# %% ../../nbs/run/05_models.ipynb #79f34e0a
+# %% ../../nbs/run/05_models.ipynb #9f6ae917
 def _load_error(recipe, e: Exception) -> RecipeError:
     "One sentence for what transformers says in many"
     text = str(e).strip() or type(e).__name__
@@ -273,7 +273,7 @@ def _load_error(recipe, e: Exception) -> RecipeError:
     else: msg, near = f"could not be loaded: {text.splitlines()[0][:300]}", None
     return RecipeError([Problem("model", recipe.model, f"{recipe.model!r} {msg}", allowed="tiny, demo, a folder, or owner/name on the hub", nearest=near)])
 
-def _config(recipe, path: str):
+def model_config(recipe, path: str):
     "The configuration of a causal language model, or a `RecipeError`"
     from transformers import AutoConfig, AutoModelForCausalLM
     try: cfg = AutoConfig.from_pretrained(path, revision=recipe.revision, trust_remote_code=recipe.trust_remote_code)
@@ -282,7 +282,7 @@ def _config(recipe, path: str):
         raise RecipeError([Problem("model", recipe.model, f"{recipe.model!r} is not a causal language model (its model_type is {cfg.model_type})")])
     return cfg
 
-# %% ../../nbs/run/05_models.ipynb #f1093de5
+# %% ../../nbs/run/05_models.ipynb #525a10d9
 def load_model(
     recipe, # its model, revision, dtype, precision, tuning, attn_implementation, trust_remote_code, seed
     on_note: Callable[[str], None]|None = None, # told in words what a person should know (random weights, say)
@@ -294,7 +294,7 @@ def load_model(
     say = on_note or (lambda text: None)
     if bad := [p for p in model_problems(recipe) if p.field != "tokenizer"]: raise RecipeError(bad)
     path = resolve_model(recipe.model, on_progress)
-    cfg = _config(recipe, path)
+    cfg = model_config(recipe, path)
     kw = {"dtype": getattr(torch, weights_dtype(recipe)), "trust_remote_code": recipe.trust_remote_code}
     if recipe.attn_implementation: kw["attn_implementation"] = recipe.attn_implementation
     if config_only(path) and recipe.tuning != "qlora": model = _random_model(cfg, recipe, kw, say)

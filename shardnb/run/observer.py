@@ -18,7 +18,7 @@ from transformers import PrinterCallback, TrainerCallback
 
 from .probe import Clock, Probe
 
-# %% ../../nbs/run/08_observer.ipynb #b02a23b7
+# %% ../../nbs/run/08_observer.ipynb #f9f7c1a5
 FIRST_STEPS = 3      # steps that are always measured: the second is the first with optimizer states, the third is like all that follow
 EVERY_SECONDS = 1.   # then at most one step a second is measured
 THINNING = 500       # and at most one in a 500th of the run's age: after 10 hours one every 72 s
@@ -71,8 +71,13 @@ class Observer:
     def plan_steps(self,
         total: int, # optimizer steps to come in all; None when a loop doesn't know
     ):
-        "Know the length of the run, and start the clock of its first step."
-        self.total_steps, self._step_t, self._begun = total, time.perf_counter(), time.monotonic()
+        "Know the length of the run."
+        self.total_steps, self._begun = total, time.monotonic()
+        self.begin_step()
+
+    def begin_step(self):
+        "Start the clock and the sampler of the first step: what came before, such as an answer before training, doesn't count."
+        self._step_t = time.perf_counter()
         self.probe.peaks.begin()
 
 # %% ../../nbs/run/08_observer.ipynb #cd74c6de
@@ -164,7 +169,7 @@ def agreed_to_stop(self: Observer) -> bool: # the same on every rank
     self.stopping, self._next_check = bool(answer[0].item()), self.steps + int(answer[1].item())
     return self.stopping
 
-# %% ../../nbs/run/08_observer.ipynb #6e227bb0
+# %% ../../nbs/run/08_observer.ipynb #496543c6
 class TrainerWatch(TrainerCallback):
     "Writes events from Trainer's announcements."
     def __init__(self, observer, trainer): self.o, self.trainer, self._last = observer, trainer, None
@@ -173,13 +178,16 @@ class TrainerWatch(TrainerCallback):
         t = self.trainer
         self.o.adopt(t.model_wrapped, t.optimizer)
         _clock_backward(t.accelerator, self.o)
-        self.o.steps = state.global_step
+        self.o.steps = self.first_step = state.global_step
         self.o.plan_steps(state.max_steps)
         self.o.phase("training")
 
     def on_epoch_begin(self, args, state, control, **kw):
         # accelerate 1.15 doesn't reach the sampler when it skips batches to resume inside an epoch; the order would be that of epoch 0
         if self.trainer.row_order is not None: self.trainer.row_order.set_epoch(int(state.epoch or 0))
+
+    def on_step_begin(self, args, state, control, **kw):
+        if state.global_step == self.first_step: self.o.begin_step()
 
     def on_step_end(self, args, state, control, **kw):
         if self.o.agreed_to_stop(): control.should_save = control.should_training_stop = True

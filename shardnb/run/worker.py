@@ -298,13 +298,14 @@ def _to_cpu(v):
     if isinstance(v, dict): return {k: _to_cpu(x) for k, x in v.items()}
     return type(v)(map(_to_cpu, v)) if type(v) in (list, tuple) else v
 
-# %% ../../nbs/run/09_worker.ipynb #3714e6fd
+# %% ../../nbs/run/09_worker.ipynb #62205735
 @patch
 def run(self: Worker) -> str: # 'done' or 'stopped'
     "The whole life of a rank."
     self.announce()
     _heartbeat(self.rundir, self.rank, self.where)
     self.prepare()
+    self.phase("loading")
     ns = self.run_cell()
     if self.plan["kind"] != "loop": self.train(ns)
     elif not self.cell.plain and not self.observer.adopted:

@@ -24,18 +24,18 @@ FIELDS = {'Model':('model', 'tuning', 'lora_r', 'learning_rate', 'max_steps'),
     'Data and batch':('dataset', 'max_length', 'micro_batch', 'grad_accum'), 'Sharding':('strategy', 'nproc', 'precision')}
 OFFER = dict(model=['demo', 'tiny', 'Qwen/Qwen3-0.6B', 'HuggingFaceTB/SmolLM2-1.7B-Instruct'], dataset=['demo', 'HuggingFaceH4/ultrachat_200k'])
 
-# %% ../../nbs/ui/02_picker.ipynb #87ed2599
+# %% ../../nbs/ui/02_picker.ipynb #95cac97c
 def facts_of(
     recipe, # a `Recipe` with a model
     machine=None, # a `Machine`; None: this one
 )->tuple: # (model facts, the recipe with every number worked out)
     "Shapes of the model, from the warm planner"
     from shardnb.run.models import model_problems
-    from shardnb.run.planner import _facts_of
+    from shardnb.run.planner import recipe_facts
     m = machine or Machine.detect()
     r = recipe.require('model').resolve(recipe.nproc or len(recipe.gpus or ()) or m.nproc, m.cuda, m.bf16)
     if problems := model_problems(r): raise RecipeError(problems)
-    return _facts_of(r), r
+    return recipe_facts(r), r
 
 def states_table(
     facts:dict, # model facts of the planner
