@@ -98,3 +98,36 @@ def test_a_rank_that_shards_nothing_is_a_failure(tmp_path, given):
     cheat = "# %%shardtrain\nfrom accelerate import PartialState\nfrom accelerate.utils import DistributedType\nPartialState._shared_state['distributed_type'] = DistributedType.MULTI_CPU\n"
     with pytest.raises(AssertionError, match="the strategy is not in force: Accelerate has set up .*MULTI_CPU, not FSDP"):
         go(cheat + (MODEL + ROWS).removeprefix("# %%shardtrain\n"), "fsdp", given, tmp_path, model="tiny", max_steps=2, micro_batch=2, grad_accum=1)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_model_of_one_s_own(tmp_path, given, strategy):
+    "A loop over a plain module, not one of transformers: its units and buckets are worked out on the ranks."
+    cell = """# %%shardtrain
+import torch
+torch.manual_seed(0)
+class Block(torch.nn.Module):
+    def __init__(self): super().__init__(); self.up, self.down = torch.nn.Linear(32, 96), torch.nn.Linear(96, 32)
+    def forward(self, x): return x + self.down(self.up(x).relu())
+class Net(torch.nn.Module):
+    def __init__(self): super().__init__(); self.blocks, self.head = torch.nn.ModuleList(Block() for _ in range(3)), torch.nn.Linear(32, 1)
+    def forward(self, x):
+        for b in self.blocks: x = b(x)
+        return self.head(x)
+model = Net()
+opt = torch.optim.AdamW(model.parameters(), lr=lr)
+g = torch.Generator().manual_seed(1)
+dl = torch.utils.data.DataLoader([torch.randn(32, generator=g) for _ in range(32)], batch_size=4)
+model, opt, dl = accelerator.prepare(model, opt, dl)
+for x in dl:
+    loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+    accelerator.backward(loss)
+    opt.step()
+    opt.zero_grad()
+    log(loss=loss)
+"""
+    run = go(cell, strategy, given, tmp_path)
+    same("own", run, strategy)
+    settings = run.events("effective")[0]["settings"]
+    if strategy == "zero3": assert settings["zero_optimization"]["reduce_bucket_size"] < 10_000
+    if strategy == "fsdp": assert settings["transformer_layer_cls_to_wrap"] == ["Block"]

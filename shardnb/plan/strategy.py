@@ -219,7 +219,7 @@ def settings(
     from shardnb.plan.override import merge_override
     return merge_override(out, recipe, s, world_size)
 
-# %% ../../nbs/plan/01_strategy.ipynb #6cf2f5c1
+# %% ../../nbs/plan/01_strategy.ipynb #afd99555
 def _notes(s, recipe, facts):
     "What a person should know about this combination, in sentences."
     out = []
@@ -235,6 +235,6 @@ def _notes(s, recipe, facts):
         if (live, reuse) != (_DS_LIMIT,) * 2:
             out.append(f"ZeRO-3's limits are scaled to the model: {short_count(live)} live and {short_count(reuse)} reuse parameters of "
                         f"{short_count(facts['total'])}; with DeepSpeed's 1e9 a model under 1B would stay whole from forward to backward")
-    if s.stage and not facts: out.append("the model's sizes are not known, so DeepSpeed's own bucket sizes are in force")
+    if s.stage and not facts: out.append("the model is made on the ranks: ZeRO's buckets and limits are worked out there")
     if s.nvme: out.append("a run with NVMe offload can't be resumed: DeepSpeed 0.19.8 restores its optimizer wrongly and says nothing")
     return out

@@ -271,7 +271,7 @@ def watch(
     observer.engine.before_wrap(trainer.accelerator, trainer.model)
     return trainer
 
-# %% ../../nbs/run/08_observer.ipynb #cb1c2c1b
+# %% ../../nbs/run/08_observer.ipynb #77f9c626
 class LazyAccelerator:
     "Stands for the accelerator until it is used, then is it."
     def __init__(self,
@@ -295,17 +295,21 @@ def loop_accelerator(
     observer: Observer,  # told about everything
     grad_accum: int,     # micro-batches in a step, for `accelerator.accumulate`
     micro_batch: int,    # rows a rank takes at once, where no DataLoader says it
+    clips: bool=False,   # does the cell call `clip_grad_norm_`? DeepSpeed clips inside backward, at the recipe's `max_grad_norm`, or else not at all
+    complete=lambda model: None, # called with the model before it is wrapped, to work out what depends on it
 ):                       # an `Accelerator` of this strategy
     "Make the accelerator of a cell with its own loop."
     from accelerate import Accelerator
     engine = observer.engine
-    if hasattr(engine, "set_batch"): engine.set_batch(micro_batch, grad_accum)
+    if hasattr(engine, "set_batch"): engine.set_batch(micro_batch, grad_accum, None if clips else 0.)
     acc = Accelerator(mixed_precision=engine.mixed_precision, gradient_accumulation_steps=grad_accum, **engine.plugins())
     plain = acc.prepare
     def prepare(*objects, **kw):
         model = next((o for o in objects if isinstance(o, torch.nn.Module)), None)
         loader = next((o for o in objects if isinstance(o, torch.utils.data.DataLoader)), None)
-        if model is not None: _before_prepare(engine, acc, model, getattr(loader, "batch_size", None) or micro_batch, grad_accum)
+        if model is not None:
+            complete(model)
+            _before_prepare(engine, acc, model, getattr(loader, "batch_size", None) or micro_batch, grad_accum)
         out = plain(*objects, **kw)
         if model is not None:
             got = out if isinstance(out, (tuple, list)) else (out,)

@@ -136,13 +136,13 @@ def training_arguments(self: Worker, **changes) -> dict: # keywords of TRL's `SF
         dataset_kwargs={"skip_prepare_dataset": True}, remove_unused_columns=False)
     return kw | changes
 
-# %% ../../nbs/run/09_worker.ipynb #0fa4201e
+# %% ../../nbs/run/09_worker.ipynb #edfb34f7
 @patch
 def run_cell(self: Worker) -> dict: # the namespace after the cell
     "Execute the cell on this rank."
     from shardnb.run.observer import LazyAccelerator, StopRun, loop_accelerator, make_log
     r, path = self.recipe, str(self.rundir.cell_path)
-    lazy = LazyAccelerator(lambda: loop_accelerator(self.observer, r.grad_accum or 1, r.micro_batch or 1))
+    lazy = LazyAccelerator(lambda: loop_accelerator(self.observer, r.grad_accum or 1, r.micro_batch or 1, "clip_grad_norm_" in self.cell.text, self.complete_settings))
     ns = dict(__name__="__main__", __file__=path, rank=self.rank, world_size=self.world_size, device=self.engine.device, recipe=r, log=make_log(self.observer), accelerator=lazy)
     if self.rundir.inputs_path.exists(): ns |= load(self.rundir.inputs_path.read_bytes())
     linecache.cache[path] = (len(self.cell.text), None, self.cell.text.splitlines(keepends=True), path)
@@ -216,13 +216,13 @@ def _make(self: Worker, model, args, train, evals, collator, tok):
         cast_adapters(trainer.model, torch.float32)
     return trainer
 
-# %% ../../nbs/run/09_worker.ipynb #9dd9361b
+# %% ../../nbs/run/09_worker.ipynb #96adbda5
 @patch
 def complete_settings(self: Worker, model): # model: the live model, before it is wrapped
     "Fill in what depends on the model, when the plan had none."
-    if self.plan.get("facts") or not hasattr(getattr(model, "config", None), "get_text_config"): return
-    from shardnb.run.planner import describe
-    found = settings(self.strategy, self.recipe, describe(model), self.world_size, self.engine.device.type == "cuda")
+    if self.plan.get("facts"): return
+    from shardnb.run.planner import describe_module
+    found = settings(self.strategy, self.recipe, describe_module(model), self.world_size, self.engine.device.type == "cuda")
     self.engine.complete(found)
     for note in found["notes"]: self.say(note)
 
