@@ -332,8 +332,8 @@ def main(
     dist.barrier()
     return 0
 
-# %% ../../nbs/run/09_worker.ipynb #37fb762f
-if __name__ == "__main__":
+# %% ../../nbs/run/09_worker.ipynb #1bf44a39
+if __name__ == "__main__" and "RANK" in os.environ:
     code = main(sys.argv[1])
     sys.stdout.flush(); sys.stderr.flush()
     os._exit(code) # a rank has nothing to tidy up; ordinary interpreter exit with DeepSpeed loaded takes seconds, and can hang in a broken process group
