@@ -131,3 +131,18 @@ for x in dl:
     settings = run.events("effective")[0]["settings"]
     if strategy == "zero3": assert settings["zero_optimization"]["reduce_bucket_size"] < 10_000
     if strategy == "fsdp": assert settings["transformer_layer_cls_to_wrap"] == ["Block"]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_whole_parameters_come_back(tmp_path, given, strategy):
+    "A sharded parameter is gathered for `--out`, on all ranks; logging on rank 0 alone waits for nobody."
+    cell = MODEL + LOOP.replace("    log(loss=loss, where=i * 10)", "    if rank == 0: log(loss=loss)") + "weight = next(p for n, p in model.named_parameters() if 'embed' in n)\n"
+    run = go(cell, strategy, given, tmp_path, out=["weight"])
+    assert list(run.result["weight"].shape) == [264, 64]
+    same("loop", run, strategy)
+
+
+def test_the_cell_s_eval_rows_are_used(tmp_path, given):
+    cell = MODEL + ROWS + "eval_dataset = datasets.Dataset.from_list([dict(prompt='a b', completion='c'), dict(prompt='d', completion='e f')])\n"
+    run = go(cell, "ddp", given, tmp_path, model="tiny", max_steps=4, micro_batch=2, grad_accum=1, eval_steps=2)
+    assert [e["step"] for e in run.events("eval")] == [2, 4]

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from shardnb.plan.machine import Machine
+from shardnb.plan.recipe import Recipe
 from shardnb.run.event import EventReader
 from shardnb.run.handle import Run, attach, runs
-from shardnb.run.launch import LocalLauncher, alive
+from shardnb.run.launch import STALLED, LocalLauncher, Supervisor, alive, proc_id, rank_env
 from shardnb.run.rundir import RunDir, read_json
 
 ENV = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -78,7 +80,7 @@ def test_a_killed_rank_is_named_within_five_seconds(start, nproc):
 def test_the_first_error_is_shown_not_the_one_that_followed(start):
     run = start(mode="raise", rank=1)
     assert ended(run)["state"] == "failed"
-    assert (run.error.rank, run.error.cause, run.error.message, run.error.step) == (1, "ValueError", "a bad batch", 3)
+    assert (run.error.rank, run.error.cause, run.error.message, run.error.step) == (1, "ValueError", "ValueError: a bad batch", 3)
     assert "a bad batch" in run.error.traceback
 
 
@@ -112,6 +114,60 @@ def test_a_graceful_stop(start):
     ends = run.events("end")
     assert {e["state"] for e in ends} == {"stopped"} and len({e["step"] for e in ends}) == 1  # all ranks at the same step
     run.wait()
+
+
+def test_a_stop_file_made_by_hand(start):
+    run = training(start(steps=10_000))
+    run.rundir.stop_path.write_text("{}")
+    assert ended(run)["state"] == "stopped" and ended(run)["error"] is None
+
+
+def test_a_state_that_cannot_be_written_does_not_deafen_the_supervisor(start, monkeypatch):
+    monkeypatch.setenv("SHARDNB_STOP_GRACE", "0.5")
+    run = training(start(mode="sleepy", steps=10_000, sleep=60))
+    run.rundir.state_path.unlink()
+    run.rundir.state_path.mkdir()  # from here on replacing the file fails, as on a full disk
+    log = until(lambda: "Error" in (text := run.rundir.log_path("supervisor").read_text()) and text)
+    assert "write_state" in log
+    run.rundir.request_stop()
+    assert (ended(run)["state"], ended(run)["forced"], ended(run)["survivors"]) == ("stopped", "SIGTERM", [])
+    assert not list(run.dir.glob(".state.json.*"))
+
+
+def test_an_error_outside_the_worker_is_filed_under_the_last_phase(start, monkeypatch, tmp_path):
+    (tmp_path / "escaping_worker.py").write_text("import os, sys\nfrom shardnb.run.event import EventWriter\nfrom shardnb.run.rundir import RunDir\n"
+        "events = EventWriter(RunDir(sys.argv[1]).event_path(rank := int(os.environ['RANK'])), rank)\n"
+        "events.write('phase', phase='training', state='begin'), events.write('step', step=3)\n[][1]\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    rundir = RunDir.create("model: tiny\n", plan={"strategy": "ddp", "nproc": 1, "env": ENV})
+    LocalLauncher("escaping_worker").start(rundir)
+    run = Run(rundir)
+    assert ended(run)["state"] == "failed"
+    assert (run.error.rank, run.error.cause, run.error.phase, run.error.step) == (0, "IndexError", "training", 3)
+    assert run.error.message == "IndexError: list index out of range"
+
+
+def test_a_rank_that_stands_still_is_named(tmp_path):
+    rundir = RunDir.create("model: tiny\n", plan={"nproc": 2}, home=tmp_path)
+    sup = Supervisor(rundir, "gloo_worker")
+    sup.procs = {0: proc_id(), 1: proc_id()}
+    assert sup.stalled() == []
+    for r in (0, 1): rundir.beat(r, "training", 4)
+    old = time.time() - STALLED - 1
+    os.utime(rundir.heartbeat_path(1), (old, old))
+    assert sup.stalled() == [1]
+    os.utime(rundir.heartbeat_path(0), (old, old))
+    assert sup.stalled() == []  # nobody moves: the machine slept, or all wait for one thing
+
+
+@pytest.mark.parametrize("visible, want", [(None, "1,3"), ("4, 5,6,7", "5,7"), ("GPU-aa,GPU-bb,GPU-cc,GPU-dd", "GPU-bb,GPU-dd")])
+def test_gpus_count_among_the_visible_ones(monkeypatch, visible, want):
+    if visible is None: monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else: monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    machine = Machine.preset("4xA100")
+    env = rank_env(Recipe(model="tiny", dataset="demo", gpus=[1, 3]), machine, 2)
+    assert (env["CUDA_VISIBLE_DEVICES"], env["CUDA_DEVICE_ORDER"]) == (want, "PCI_BUS_ID")
+    assert "CUDA_VISIBLE_DEVICES" not in rank_env(Recipe(model="tiny", dataset="demo"), machine, 4)  # all that are visible
 
 
 def test_a_stop_that_ranks_do_not_heed_is_forced(start, monkeypatch):

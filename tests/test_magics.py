@@ -98,3 +98,14 @@ def test_completion_is_quick(kernel):
     t = time.perf_counter()
     kernel.complete("%%shardtrain --s")
     assert time.perf_counter() - t < 1
+
+
+@pytest.mark.parametrize("words, said", [
+    (["train", "--model", "tiny", "--dataset", "demo", "--cell", "missing.py"], ["--cell", "'missing.py' can't be read", "No such file"]),
+    (["logs", "2026", "--rank", "x"], ["--rank", "'x' is not a rank", "supervisor"]),
+])
+def test_a_bad_word_on_the_command_line_is_one_clear_error(words, said, capsys):
+    from shardnb.ui.cli import main
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert not out and len(err.splitlines()) == 1 and all(w in err for w in said), err

@@ -13,7 +13,7 @@ from pathlib import Path
 import yaml
 from .problem import Problem, RecipeError, nearest
 
-# %% ../../nbs/plan/01b_document.ipynb #0e7660a3
+# %% ../../nbs/plan/01b_document.ipynb #33e0c5e3
 class _Loader(yaml.SafeLoader):
     "Safe YAML that reads 1e-5 as a number and refuses a key given twice."
     def construct_mapping(self, node, deep=False):
@@ -22,6 +22,10 @@ class _Loader(yaml.SafeLoader):
             if not isinstance(k, yaml.ScalarNode): continue
             if k.value in seen: raise RecipeError(Problem(k.value, None, f"given twice, on lines {seen[k.value]} and {k.start_mark.line + 1}"))
             seen[k.value] = k.start_mark.line + 1
+        for k, v in node.value:
+            if k.value == "env" and isinstance(v, yaml.MappingNode):   # variables are text: 1 stays '1' and true 'true', as they are written
+                for _, entry in v.value:
+                    if isinstance(entry, yaml.ScalarNode): entry.tag = "tag:yaml.org,2002:str"
         return super().construct_mapping(node, deep)
 _Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789"))

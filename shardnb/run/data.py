@@ -230,7 +230,7 @@ def tokenize_rows(
     "`load_rows` for rows that are already in memory; nothing is split off for evaluation"
     return _kept_rows(recipe.replace(eval_share=0.0), tokenizer, ["given", dataset._fingerprint], on_note, on_progress, dataset)[0]
 
-# %% ../../nbs/run/06_data.ipynb #7916ed90
+# %% ../../nbs/run/06_data.ipynb #fa8b0f4f
 def pad_to_full_batches(
     dataset, # from `load_rows`
     micro_batch: int, # rows per rank in one forward
@@ -241,10 +241,13 @@ def pad_to_full_batches(
     import datasets
     step = micro_batch * grad_accum * world_size
     extra = -len(dataset) % step
-    if not extra: return dataset, 0
-    ids = list(dataset[0]["input_ids"][:2])   # any tokens: nothing is learned from them
-    blank = {"input_ids": ids, "labels": [-100] * len(ids), "seq_lengths": [len(ids)]}
-    more = datasets.Dataset.from_list([{k: blank[k] for k in dataset.column_names}] * extra, features=dataset.features)
+    first = dataset.with_format(None)[0] if extra else {}
+    if not isinstance(first.get("labels"), list): return dataset, 0   # full already, or one label for a whole row: none of its tokens can be masked
+    blank = first | {"labels": [-100] * len(first["labels"])}
+    if {*first} <= {"input_ids", "labels", "seq_lengths"}:   # of `load_rows`: rows of any length, so two tokens will do
+        ids = first["input_ids"][:2]
+        blank = {k: v for k, v in {"input_ids": ids, "labels": [-100] * len(ids), "seq_lengths": [len(ids)]}.items() if k in first}
+    more = datasets.Dataset.from_list([blank] * extra, features=dataset.features)
     return datasets.concatenate_datasets([dataset, more]), extra
 
 # %% ../../nbs/run/06_data.ipynb #1d4e33b4

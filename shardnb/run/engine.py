@@ -33,7 +33,7 @@ def unwrap(
     while hasattr(model, "module") and isinstance(model.module, torch.nn.Module): model = model.module
     return model
 
-# %% ../../nbs/run/04_engine.ipynb #acd2cbbe
+# %% ../../nbs/run/04_engine.ipynb #410c7db6
 class Engine:
     "What every engine does the same way; the subclasses hold what differs."
     def __init__(self,
@@ -56,6 +56,18 @@ class Engine:
     def arguments(self) -> dict: # keywords that every `TrainingArguments` in this rank gets
         "The part of `TrainingArguments` that belongs to the strategy."
         return dict(use_cpu=self.device.type == "cpu", bf16=self.mixed_precision == "bf16", fp16=self.mixed_precision == "fp16")
+
+    def set_batch(self, micro: int, accum: int, max_grad_norm: float=None):
+        "Tell the engine the batch equation, if it wants to know: rows a rank takes at once, micro-batches in a step, where to clip."
+
+    def plugin_arguments(self) -> dict: # replaces `TrainingArguments.fsdp_plugin_args`; None leaves it
+        "What `TrainingArguments` can't express."
+
+    casts_adapters = True # may LoRA's adapters be fp32 beside a 16-bit base?
+
+    def whole(self, t): # t: any tensor of the cell; a collective where the engine shards it
+        "The whole tensor, on every rank."
+        return t.full_tensor() if hasattr(t, "full_tensor") else t
 
     def plugins(self) -> dict: # keywords for `Accelerator`
         "What an `Accelerator` for a cell with its own loop is made with."
@@ -164,10 +176,11 @@ class DDPEngine(Engine):
         "Every rank owns all of every parameter."
         return [[n, list(p.shape), p.numel(), "whole", 0] for n, p in self.full_parameters()]
 
-# %% ../../nbs/run/04_engine.ipynb #7e480357
+# %% ../../nbs/run/04_engine.ipynb #0b5f3fc1
 class DeepSpeedEngine(Engine):
     "ZeRO: stage 1 shards the optimizer, stage 2 gradients too, stage 3 parameters too."
     name = "deepspeed"
+    casts_adapters = False # it gathers parameters of one dtype together
 
     @property
     def config(self) -> dict: return self.settings["deepspeed"]
@@ -185,12 +198,12 @@ class DeepSpeedEngine(Engine):
         deepspeed.init_distributed(dist_backend=dist.get_backend(), dist_init_required=False, verbose=False)
         self._loading = HfDeepSpeedConfig(self.config)
 
-    def set_batch(self,
-        micro: int,       # rows a rank takes at once
-        accum: int,       # micro-batches in a step
-        max_grad_norm: float=None, # None keeps the JSON's own
-    ):
-        "Write the batch equation into the JSON."
+    def whole(self, t):
+        if not hasattr(t, "ds_id"): return t
+        from deepspeed.runtime.zero import GatheredParameters
+        with GatheredParameters([t]): return t.detach().clone()
+
+    def set_batch(self, micro, accum, max_grad_norm=None): # None keeps the JSON's own
         self.config.update(train_micro_batch_size_per_gpu=micro, gradient_accumulation_steps=accum, train_batch_size=micro * accum * dist.get_world_size())
         if max_grad_norm is not None: self.config["gradient_clipping"] = float(max_grad_norm)
 
@@ -304,7 +317,7 @@ def shards(self: DeepSpeedEngine, rank: int, world_size: int) -> list: # [name, 
     rows = [[n, list(p.shape), p.numel(), "whole", 0] for n, p in named]
     return rows + [[f"optimizer group {i}", [t.numel() * world_size], t.numel(), "flat slice", rank * t.numel()] for i, t in enumerate(self._partitions(self.zero))]
 
-# %% ../../nbs/run/04_engine.ipynb #323b8ee5
+# %% ../../nbs/run/04_engine.ipynb #1ba0ae03
 class FSDPEngine(Engine):
     "FSDP2: parameters, gradients and optimizer sharded by rows of each parameter."
     name = "fsdp"
@@ -347,15 +360,13 @@ class FSDPEngine(Engine):
         opts = StateDictOptions(full_state_dict=True, cpu_offload=True, ignore_frozen_params=hasattr(unwrap(self.model), "peft_config"))
         return get_model_state_dict(unwrap(self.model), options=opts)
 
-    def plugin_arguments(self) -> dict: # replaces `TrainingArguments.fsdp_plugin_args`
-        "Everything that Accelerate's FSDP plugin is made with; `fsdp_config` alone cannot carry the policies."
-        return self._plugin()
+    def plugin_arguments(self): return self._plugin() # `fsdp_config` alone can't carry the policies
 
     def plugins(self):
         from accelerate.utils import FullyShardedDataParallelPlugin
         return dict(fsdp_plugin=FullyShardedDataParallelPlugin(**self._plugin()))
 
-# %% ../../nbs/run/04_engine.ipynb #baf1ed21
+# %% ../../nbs/run/04_engine.ipynb #317c583a
 @patch
 def before_wrap(self: FSDPEngine, accelerator, model):
     "Name the layer classes, from the live model when the plan could not."
@@ -378,7 +389,9 @@ def _shard_norms(self: FSDPEngine, model):
     "Units of their own for the norms, computed in fp32; a policy holds for a whole unit, so nothing smaller will do."
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32, output_dtype=_dtype(self.config["param_dtype"]), cast_forward_inputs=False)
-    for m in _norms(model): fully_shard(m, mp_policy=policy, reshard_after_forward=self.config["reshard_after_forward"])
+    offload = self._plugin()["cpu_offload"]
+    for m in _norms(model):
+        fully_shard(m, mp_policy=policy, reshard_after_forward=self.config["reshard_after_forward"], **({"offload_policy": offload} if offload else {}))
 
 @patch
 def _norm_dtype(self: FSDPEngine):
@@ -460,7 +473,7 @@ def shards(self: FSDPEngine, rank: int, world_size: int) -> list: # [name, shape
     "Rows of each parameter; the last ranks hold fewer when rows don't divide."
     return [[n, list(p.shape), _rows(p.shape, rank, world_size)[1], "rows", _rows(p.shape, rank, world_size)[0]] for n, p in self.full_parameters()]
 
-# %% ../../nbs/run/04_engine.ipynb #4646c075
+# %% ../../nbs/run/04_engine.ipynb #95fb1e4e
 ENGINES = {e.name: e for e in (DDPEngine, DeepSpeedEngine, FSDPEngine)}
 
 def open_engine(
@@ -470,11 +483,13 @@ def open_engine(
     timeout: float=600.,  # seconds a collective may wait; PyTorch's own default for Gloo is 30 minutes, too long to sit through in a notebook
 ) -> Engine:              # opened: models and `TrainingArguments` may be made now
     "Join the process group and open the engine of this strategy."
-    cuda = torch.cuda.is_available() and os.environ.get("SHARDNB_DEVICE") != "cpu"
+    cuda = torch.cuda.is_available()
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if cuda: torch.cuda.set_device(device)
     if not dist.is_initialized():
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout), device_id=device if cuda else None)
+        # FSDP2 with offload reduces tensors on the host too
+        backend = "gloo" if not cuda else "cuda:nccl,cpu:gloo" if settings["engine"] == "fsdp" else "nccl"
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout), device_id=device if cuda else None)
     engine = ENGINES[settings["engine"]](settings, precision, device, offload)
     engine.open()
     return engine

@@ -23,7 +23,7 @@ COMMON = {
 # %% ../../nbs/run/00_event.ipynb #a296dfe3
 PHASES = ("starting", "importing", "loading", "tokenizing", "sharding", "training", "evaluating", "saving", "done")
 
-# %% ../../nbs/run/00_event.ipynb #0531bed2
+# %% ../../nbs/run/00_event.ipynb #ae73b9f1
 EVENTS = {
     "start": {"pid": "process id", "create_time": "start of that process, Unix seconds; with pid it names a process for good",
               "node": "index of the machine", "local_rank": "index of the rank on its machine", "world_size": "number of ranks", "host": "name of the machine"},
@@ -31,7 +31,13 @@ EVENTS = {
     "progress": {"what": "what is being done", "done": "units done", "total": "units in all", "unit": "name of the unit"},
     "warning": {"message": "what is wrong", "fix": "what to change"},
     "note": {"message": "what the reader should know"},
-    "effective": {"engine": "ddp, deepspeed or fsdp, as found in the rank", "strategy": "canonical name", "numbers": "counts of elements: what is here against what N ranks should hold"},
+    "effective": {"engine": "ddp, deepspeed or fsdp, as found in the rank", "wrapper": "class that wraps the model", "world_size": "number of ranks", "backend": "of the process group: gloo or nccl",
+                  "device": "of this rank, such as cpu or cuda:0", "elements": "of all parameters, counted whole", "trainable": "those of them that are trained", "param_dtypes": "list of names of dtypes",
+                  "norms": "dtype of the norms' weights", "local_elements": "elements of parameters that this rank holds", "expected_elements": "how many it should hold by the strategy",
+                  "local_optimizer": "elements that this rank's optimizer updates", "settings": "dict: the engine's settings in force",
+                  "gradient_as_bucket_view": "DDP: whether gradients are views of the communication buckets", "stage": "DeepSpeed: ZeRO stage",
+                  "offload_optimizer": "DeepSpeed: none, cpu or nvme", "offload_param": "DeepSpeed: none, cpu or nvme", "units": "FSDP: number of units",
+                  "wrapped": "FSDP: list of classes that became units", "reshard_after_forward": "FSDP: whether parameters are dropped between forward and backward"},
     "shards": {"rows": "list of [name, shape, numel here, device or place, offset in the whole tensor]", "total": "number of rows before any were cut off", "truncated": "True when rows were cut off"},
     "step": {"step": "optimizer step, from 1", "total_steps": "steps planned", "epoch": "epochs done, a fraction", "loss": "mean training loss of the step", "lr": "learning rate",
              "grad_norm": "norm of all gradients before clipping", "tokens": "tokens of the step, all ranks together", "tokens_per_s": "those tokens by step_s", "step_s": "wall time of the step, s",
@@ -43,7 +49,7 @@ EVENTS = {
     "sample": {"when": "'before' or 'after' training", "prompt": "what was asked", "text": "what the model wrote"},
     "end": {"state": "'done', 'stopped' or 'failed'", "step": "last optimizer step"},
 }
-OPEN = {"start", "effective", "note", "log"}  # kinds that may carry more fields than those listed
+OPEN = {"start", "note", "log"}  # kinds that may carry more fields than those listed
 
 # %% ../../nbs/run/00_event.ipynb #4bfbe3ec
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}

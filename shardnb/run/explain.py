@@ -36,7 +36,7 @@ class RunError:
     @classmethod
     def of(cls, d): return None if d is None else cls(**{f.name: d.get(f.name) for f in fields(cls)} | {"cause": d.get("cause") or "", "message": d.get("message") or ""})
 
-# %% ../../nbs/run/11_explain.ipynb #01e238c7
+# %% ../../nbs/run/11_explain.ipynb #fad1866f
 _KNOWN = [
     (r"CUDA out of memory|OutOfMemoryError|HIP out of memory", "the GPU's memory is full", "smaller micro_batch or max_length, activation_checkpointing=True, or a strategy that shards more (zero3, fsdp, +optim-cpu)"),
     (r"DefaultCPUAllocator|Cannot allocate memory|MemoryError", "the host's memory is full", "smaller micro_batch or max_length, fewer ranks, or a strategy that shards more"),
@@ -45,7 +45,7 @@ _KNOWN = [
     (r"async_io|libaio", "NVMe offload needs DeepSpeed's async_io operation, which isn't built", "`make nvme`, or offload to the CPU (+optim-cpu)"),
     (r"(Timed? ?out|Timeout).*(recv|send|operation|collective|barrier)|Watchdog caught collective", "a collective waited longer than the time limit for another rank", "see the logs of the other ranks; a slow first step needs a larger timeout"),
     (r"(offline mode|Offline.*(mode|enabled)|LocalEntryNotFound|couldn't connect to|Cannot reach|ConnectionError|Name or service not known|MaxRetryError)", "a file isn't here and the hub can't be reached", "use a local folder, 'demo' or 'tiny', or download it beforehand"),
-    (r"gated repo|401 Client Error|Repository Not Found|RepositoryNotFound", "the hub refuses: no such repository, or it needs a login", "check the name; log in with `hf auth login`, or set HF_TOKEN in env"),
+    (r"gated repo|401 Client Error|Repository Not Found|RepositoryNotFound", "the hub refuses: no such repository, or it needs a login", "check the name; log in with `hf auth login`, or set HF_TOKEN in the notebook's or shell's environment; ranks inherit it"),
     (r"ModuleNotFoundError|No module named", "a package is missing in the ranks' Python", "install it into the Python that the notebook runs"),
     (r"size mismatch|shapes? cannot be multiplied", "shapes don't fit", "the tokenizer may belong to another model, or the cell changes shapes"),
     (r"bus error|shared memory|/dev/shm", "the shared memory is full", "dataloader_num_workers=0, or a larger /dev/shm (docker: --shm-size)"),
@@ -116,12 +116,13 @@ def last_seen(
         if e["kind"] == "step": step = e.get("step")
     return phase, step
 
-# %% ../../nbs/run/11_explain.ipynb #872b06f0
+# %% ../../nbs/run/11_explain.ipynb #99a5ffcc
 def _from_file(e):
     what, fix = known_cause(f"{e['type']}: {e['message']}")
     said = e["message"].strip()
     short = said if len(said) <= 600 else said[:600] + " …"
-    return RunError(e["rank"], e.get("phase"), e.get("step"), e["type"], f"{what} ({e['type']}: {short})" if what else short, fix, e.get("traceback"), e.get("cell_line"))
+    bare = short if e["type"] in short else f"{e['type']}: {short}"
+    return RunError(e["rank"], e.get("phase"), e.get("step"), e["type"], f"{what} ({e['type']}: {short})" if what else bare, fix, e.get("traceback"), e.get("cell_line"))
 
 def _from_code(rundir, rank, code):
     phase, step = last_seen(rundir, rank)

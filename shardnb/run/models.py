@@ -6,10 +6,10 @@ Docs: https://shardnb.github.io/shardnb/run/models.html.md"""
 
 # %% auto #0
 __all__ = ['DEMO_PIP', 'cache_dir', 'build_once', 'demo_problems', 'is_local', 'resolve_model', 'config_only', 'model_problems',
-           'weights_dtype', 'model_config', 'load_model', 'load_tokenizer', 'vocabulary_problems', 'peft_config',
-           'cast_adapters', 'apply_peft']
+           'model_config', 'load_model', 'load_tokenizer', 'vocabulary_problems', 'peft_config', 'cast_adapters',
+           'apply_peft']
 
-# %% ../../nbs/run/05_models.ipynb #2b62c50f
+# %% ../../nbs/run/05_models.ipynb #aaa17ffa
 import json
 import os
 import re
@@ -22,6 +22,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..plan.problem import Problem, RecipeError, nearest
+from ..plan.strategy import COMPUTE
+from ..plan.strategy import weights_dtype as weights_dtype   # offered here too
 
 # %% ../../nbs/run/05_models.ipynb #0062969d
 def cache_dir() -> Path: # `$SHARDNB_CACHE`, else `shardnb` in the user's cache folder
@@ -202,16 +204,6 @@ def model_problems(recipe) -> list[Problem]: # empty when nothing is wrong that 
         out.append(Problem("attn_implementation", attn, f"{attn!r} needs a GPU and the package flash-attn or kernels", nearest="sdpa"))
     return out
 
-# %% ../../nbs/run/05_models.ipynb #73ee6f05
-_COMPUTE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "bf16-pure": "bfloat16"}
-
-def weights_dtype(recipe) -> str: # a torch dtype's name
-    "What weights are loaded in"
-    if recipe.dtype: return recipe.dtype
-    if recipe.precision == "bf16-pure": return "bfloat16"
-    if recipe.tuning == "full" or recipe.fp32_norms: return "float32"
-    return _COMPUTE[recipe.precision or "fp32"]
-
 # %% ../../nbs/run/05_models.ipynb #d0c77f4c
 _BIG = 2_000_000_000   # parameters: 8 GB per rank in float32
 
@@ -238,7 +230,7 @@ def _random_model(cfg, recipe, kw: dict, say: Callable[[str], None]):
         return AutoModelForCausalLM.from_config(cfg, **kw)
     with _without_zero3(): return AutoModelForCausalLM.from_config(cfg, **kw)
 
-# %% ../../nbs/run/05_models.ipynb #dd998967
+# %% ../../nbs/run/05_models.ipynb #3ac953ea
 def _random_files(cfg, recipe, say: Callable[[str], None]) -> str: # a folder with weights
     "Random weights as files, for a loader that can't do without"
     import hashlib
@@ -251,7 +243,7 @@ def _quantization(recipe):
     if not _package_dir("bitsandbytes"): raise RecipeError(model_problems(recipe))
     import torch
     from transformers import BitsAndBytesConfig
-    dtype = getattr(torch, _COMPUTE[recipe.precision or "fp32"])
+    dtype = getattr(torch, COMPUTE[recipe.precision or "fp32"])
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=dtype, bnb_4bit_quant_storage=dtype)
 

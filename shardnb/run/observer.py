@@ -18,7 +18,7 @@ from transformers import PrinterCallback, TrainerCallback
 
 from .probe import Clock, Probe
 
-# %% ../../nbs/run/08_observer.ipynb #f4e62eb8
+# %% ../../nbs/run/08_observer.ipynb #f4182adb
 FIRST_STEPS = 3      # steps that are always measured: the second is the first with optimizer states, the third is like all that follow
 SHARE = .01          # of the time may go into measuring; after the first steps a step is measured only while less went into it
 THINNING = 500       # and at most one step is measured in a 500th of the run's age: after 10 hours one every 72 s
@@ -33,11 +33,10 @@ class Observer:
         probe: Probe,         # made before the model
         events,               # `EventWriter` of this rank
         stop_requested,       # called by rank 0: is there a stop file?
-        on_phase=lambda p: None, # told which phase begins
     ):
-        self.engine, self.probe, self.events, self._asked, self._on_phase = engine, probe, events, stop_requested, on_phase
+        self.engine, self.probe, self.events, self._asked = engine, probe, events, stop_requested
         self.clock, self.rank, self.world_size = Clock(engine.device), dist.get_rank(), dist.get_world_size()
-        self.total_steps, self.steps, self.adopted, self.stopping = None, 0, False, False
+        self.total_steps, self.steps, self.adopted, self.stopping, self.in_loop, self._written = None, 0, False, False, False, 0
         self.phase_name, self._phase_t, self._step_t = None, time.time(), None
         self._next_check, self._begun, self._measured_t, self._cost, self.measuring = 1, time.monotonic(), 0., 0., True
         engine.around_step(self._before_step, self._after_step)
@@ -51,7 +50,6 @@ class Observer:
         if self.phase_name: self.events.write("phase", phase=self.phase_name, state="end", seconds=now - self._phase_t)
         self.phase_name, self._phase_t = name, now
         self.events.write("phase", phase=name, state="begin")
-        self._on_phase(name)
 
     def adopt(self,
         model,     # wrapped
@@ -80,7 +78,7 @@ class Observer:
         self._step_t = time.perf_counter()
         self.probe.peaks.begin()
 
-# %% ../../nbs/run/08_observer.ipynb #33401019
+# %% ../../nbs/run/08_observer.ipynb #4e80531e
 @patch
 def mark_memory(self: Observer, moment, step):
     began, by_place = time.perf_counter(), {}
@@ -101,6 +99,12 @@ def _due(self: Observer):
 
 @patch
 def forward_begins(self: Observer): self.clock.begin("forward")
+
+@patch
+def loop_forward(self: Observer):
+    "A loop's next forward pass begins, or the loop ends here."
+    if self.stopping: raise StopRun
+    self.forward_begins()
 
 @patch
 def forward_ended(self: Observer,
@@ -139,21 +143,33 @@ def _after_step(self: Observer):
     self.steps += 1
     self.measuring = self._due()
     (self.probe.peaks.begin if self.measuring else self.probe.peaks.rest)()
+    if self.in_loop: self.agreed_to_stop()
 
-# %% ../../nbs/run/08_observer.ipynb #129c31fb
+# %% ../../nbs/run/08_observer.ipynb #91e97281
 @patch
 def step(self: Observer,
     loss=None, lr=None, grad_norm=None, epoch=None, # as the training knows them; what it doesn't is left out
     tokens: int=None, # of the step, all ranks together
 ):
-    "Write the event of the optimizer step that just ended."
-    now, t = time.perf_counter(), self.clock.take()
-    step_s = now - self._step_t if self._step_t else None
-    self._step_t = now
+    "Write the event of the optimizer step that just ended; when a trainer logs every k-th step, times and tokens are means of the k."
+    now, t, k = time.perf_counter(), self.clock.take(), max(self.steps - self._written, 1)
+    step_s = (now - self._step_t) / k if self._step_t else None
+    t, tokens = {part: s / k for part, s in t.items()}, tokens and round(tokens / k)
+    self._step_t, self._written = now, self.steps
     if self.rank: return
     self.events.write("step", step=self.steps, total_steps=self.total_steps, epoch=epoch, loss=loss, lr=lr, grad_norm=grad_norm, tokens=tokens,
         step_s=step_s, data_s=t.get("data"), forward_s=t.get("forward"), backward_s=t.get("backward"), optimizer_s=t.get("optimizer"),
         tokens_per_s=tokens / step_s if tokens and step_s else None)
+
+@patch
+def aside(self: Observer, phase, do):
+    "Do something between two steps, in a phase of its own; its time is no step's."
+    before, began = self.phase_name, time.perf_counter()
+    self.phase(phase)
+    out = do()
+    self.phase(before)
+    if self._step_t: self._step_t += time.perf_counter() - began
+    return out
 
 @patch
 def agreed_to_stop(self: Observer) -> bool: # the same on every rank
@@ -171,7 +187,7 @@ def agreed_to_stop(self: Observer) -> bool: # the same on every rank
     self.stopping, self._next_check = bool(answer[0].item()), self.steps + int(answer[1].item())
     return self.stopping
 
-# %% ../../nbs/run/08_observer.ipynb #496543c6
+# %% ../../nbs/run/08_observer.ipynb #f9749010
 class TrainerWatch(TrainerCallback):
     "Writes events from Trainer's announcements."
     def __init__(self, observer, trainer): self.o, self.trainer, self._last = observer, trainer, None
@@ -180,7 +196,8 @@ class TrainerWatch(TrainerCallback):
         t = self.trainer
         self.o.adopt(t.model_wrapped, t.optimizer)
         _clock_backward(t.accelerator, self.o)
-        self.o.steps = self.first_step = state.global_step
+        self.o.steps = self.o._written = self.first_step = state.global_step
+        t._tokens = getattr(t, "_total_train_tokens", 0)
         self.o.plan_steps(state.max_steps)
         self.o.phase("training")
 
@@ -210,7 +227,7 @@ def _clock_backward(accelerator, observer):
     def backward(loss, **kw): observer.backward(lambda: plain(loss, **kw))
     accelerator.backward = backward
 
-# %% ../../nbs/run/08_observer.ipynb #ede4afba
+# %% ../../nbs/run/08_observer.ipynb #5f471b74
 def watched(
     cls: type,  # a Trainer class: Transformers', TRL's, or a cell's own
 ) -> type:      # the same, observed
@@ -247,15 +264,12 @@ def watched(
             return self.row_order
 
         def evaluate(self, *args, **kw):
-            self.observer.phase("evaluating")
-            out = super().evaluate(*args, **kw)
-            self.observer.phase("training")
-            return out
+            own = super().evaluate
+            return self.observer.aside("evaluating", lambda: own(*args, **kw))
 
         def _save_checkpoint(self, *args, **kw):
-            self.observer.phase("saving")
-            super()._save_checkpoint(*args, **kw)
-            self.observer.phase("training")
+            own = super()._save_checkpoint
+            self.observer.aside("saving", lambda: own(*args, **kw))
     Watched.__name__, Watched.__qualname__ = cls.__name__, cls.__qualname__
     return Watched
 
@@ -271,7 +285,7 @@ def watch(
     observer.engine.before_wrap(trainer.accelerator, trainer.model)
     return trainer
 
-# %% ../../nbs/run/08_observer.ipynb #77f9c626
+# %% ../../nbs/run/08_observer.ipynb #d2c47f05
 class LazyAccelerator:
     "Stands for the accelerator until it is used, then is it."
     def __init__(self,
@@ -301,7 +315,7 @@ def loop_accelerator(
     "Make the accelerator of a cell with its own loop."
     from accelerate import Accelerator
     engine = observer.engine
-    if hasattr(engine, "set_batch"): engine.set_batch(micro_batch, grad_accum, None if clips else 0.)
+    engine.set_batch(micro_batch, grad_accum, None if clips else 0.)
     acc = Accelerator(mixed_precision=engine.mixed_precision, gradient_accumulation_steps=grad_accum, **engine.plugins())
     plain = acc.prepare
     def prepare(*objects, **kw):
@@ -316,29 +330,33 @@ def loop_accelerator(
             wrapped = next(o for o in got if isinstance(o, torch.nn.Module))
             observer.phase("sharding")
             observer.adopt(wrapped, next((o for o in got if isinstance(o, torch.optim.Optimizer)), None))
-            wrapped.register_forward_pre_hook(lambda m, a: observer.forward_begins() if m.training else None)
+            wrapped.register_forward_pre_hook(lambda m, a: observer.loop_forward() if m.training else None)
             wrapped.register_forward_hook(lambda m, a, o: observer.forward_ended(acc.sync_gradients) if m.training else None)
+            observer.in_loop = True
             observer.plan_steps(None)
             observer.phase("training")
+        elif observer.adopted and engine.optimizer is None: # the optimizer comes in a call of its own
+            got = out if isinstance(out, (tuple, list)) else (out,)
+            engine.optimizer = next((o for o in got if isinstance(o, torch.optim.Optimizer)), None)
+            engine._hook_step()
         return out
     acc.prepare = prepare
     _clock_backward(acc, observer)
     return acc
 
 def _before_prepare(engine, acc, model, micro, accum):
-    if hasattr(engine, "set_batch"): engine.set_batch(micro, accum)
+    engine.set_batch(micro, accum)
     engine.before_wrap(acc, model)
 
-# %% ../../nbs/run/08_observer.ipynb #72e73f94
+# %% ../../nbs/run/08_observer.ipynb #d01e3d0a
 def make_log(
     observer: Observer,  # of this rank
 ):                       # `log(**values)` for the cell
     "The `log` of a cell's namespace."
     def log(**values):
-        "Write values to the run; `loss` (and `lr`, `grad_norm`, `tokens`, `epoch`) become columns of `run.metrics`. Stops the loop when the run was asked to stop."
+        "Write values to the run, from rank 0; `loss` (and `lr`, `grad_norm`, `tokens`, `epoch`) become columns of `run.metrics`."
         values = {k: v.item() if hasattr(v, "item") else v for k, v in values.items()}
         known = {k: values.pop(k) for k in ("loss", "lr", "grad_norm", "epoch", "tokens") if k in values}
         if known: observer.step(**known)
         if values and observer.rank == 0: observer.events.write("log", step=observer.steps, values=values)
-        if observer.adopted and observer.agreed_to_stop(): raise StopRun
     return log

@@ -122,7 +122,7 @@ class Clock:
         out, self.spent = self.spent, {}
         return out
 
-# %% ../../nbs/run/07_probe.ipynb #8f938ff5
+# %% ../../nbs/run/07_probe.ipynb #b1ccbc6a
 _PHASE_MARK = {"after_forward": "after_forward", "after_backward": "after_forward", "after_step": "after_backward"}
 
 class Probe:
@@ -174,7 +174,7 @@ class Probe:
         return known
 
     def extra(self) -> dict: # {category: bytes} that only a CUDA device has
-        "What the caching allocator holds without using it, and the context."
+        "What the caching allocator holds without using it, and the context: all that is taken on the device and not the allocator's, so with other processes on that GPU theirs too."
         if self.device.type != "cuda": return {"context": self.baseline} if self.baseline else {}
         free, all_ = torch.cuda.mem_get_info(self.device)
         held = torch.cuda.memory_reserved(self.device)

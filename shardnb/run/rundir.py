@@ -14,7 +14,7 @@ from fastcore.basics import patch
 from ..plan.problem import ShardnbError, nearest
 from .event import plain
 
-# %% ../../nbs/run/01_rundir.ipynb #e3600032
+# %% ../../nbs/run/01_rundir.ipynb #2e674191
 def write_json(
     path, # file to write
     obj, # what to write; NaN and infinity become strings
@@ -22,9 +22,13 @@ def write_json(
     "Write `obj` so that a reader sees all of it or none"
     path = Path(path)
     tmp = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(3)}")
-    tmp.write_text(json.dumps(plain(obj), indent=1, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
-    os.chmod(tmp, 0o600)
-    os.replace(tmp, path)
+    text = json.dumps(plain(obj), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
+    try:
+        with open(os.open(tmp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as f: f.write(text)
+        os.replace(tmp, path)
+    except OSError:  # a full disk: leave no half of a file behind
+        tmp.unlink(missing_ok=True)
+        raise
     return path
 
 def read_json(
@@ -71,9 +75,9 @@ class RunDir:
     def id(self) -> str: return self.path.name
     def exists(self) -> bool: return self.path.is_dir()
 
-# %% ../../nbs/run/01_rundir.ipynb #74b4bc50
+# %% ../../nbs/run/01_rundir.ipynb #55b47759
 _FILES = dict(recipe="recipe.yaml", cell="cell.py", inputs="inputs.pkl", plan="plan.json", state="state.json", stop="stop", exit="exit.json", result="result.pkl",
-              events="events", logs="logs", errors="errors", heartbeats="heartbeat", checkpoints="checkpoints", traces="traces")
+              events="events", logs="logs", errors="errors", heartbeats="heartbeat", checkpoints="checkpoints")
 
 def _file(name): return property(lambda self: self.path / name, doc=f"Path of `{name}`")
 for _n, _f in _FILES.items(): setattr(RunDir, f"{_n}_path", _file(_f))
@@ -88,7 +92,7 @@ def error_path(self:RunDir, rank:int) -> Path: return self.errors_path / f"rank{
 @patch
 def heartbeat_path(self:RunDir, rank:int) -> Path: return self.heartbeats_path / f"rank{rank}"
 
-# %% ../../nbs/run/01_rundir.ipynb #65f04c07
+# %% ../../nbs/run/01_rundir.ipynb #cd8c827c
 @patch(cls_method=True)
 def home(cls:RunDir,
     path=None, # None: $SHARDNB_HOME, else .shardnb under the working directory
@@ -101,6 +105,10 @@ def _private(path):
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     return path
 
+def _save(path, data):
+    "Write a file that only the owner may read"
+    with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as f: f.write(data if isinstance(data, bytes) else data.encode())
+
 @patch(cls_method=True)
 def create(cls:RunDir,
     recipe, # a Recipe, or its YAML as text
@@ -110,14 +118,14 @@ def create(cls:RunDir,
     home=None, # see `RunDir.home`
 ) -> "RunDir": # the new folder
     "Make the folder of a new run and write what the notebook gives it"
-    base = _private(cls.home(home))
-    if not (base / ".gitignore").exists(): (base / ".gitignore").write_text("*\n")
-    rd = cls(_private(base / "runs") / new_id((plan or {}).get("strategy") or getattr(recipe, "strategy", None) or "run"))
+    top = _private(cls.home(home) / "runs")
+    if not (top / ".gitignore").exists(): _save(top / ".gitignore", "*\n")
+    rd = cls(top / new_id((plan or {}).get("strategy") or getattr(recipe, "strategy", None) or "run"))
     rd.path.mkdir(mode=0o700)
     for p in (rd.events_path, rd.logs_path, rd.errors_path, rd.heartbeats_path, rd.checkpoints_path): _private(p)
-    rd.recipe_path.write_text(recipe if isinstance(recipe, str) else recipe.to_yaml(), encoding="utf-8")
-    if cell is not None: rd.cell_path.write_text(cell, encoding="utf-8")
-    if inputs is not None: rd.inputs_path.write_bytes(inputs)
+    _save(rd.recipe_path, recipe if isinstance(recipe, str) else recipe.to_yaml())
+    if cell is not None: _save(rd.cell_path, cell)
+    if inputs is not None: _save(rd.inputs_path, inputs)
     write_json(rd.plan_path, plan or {})
     return rd
 
@@ -146,7 +154,7 @@ def list(cls:RunDir,
     dirs = [p for p in top.iterdir() if p.is_dir() and _ID.fullmatch(p.name) and (p / _FILES["recipe"]).exists()]
     return [cls(p) for p in sorted(dirs, key=lambda p: (p.name[:15], (p / _FILES["plan"]).stat().st_mtime_ns if (p / _FILES["plan"]).exists() else 0), reverse=True)]
 
-# %% ../../nbs/run/01_rundir.ipynb #8b021c19
+# %% ../../nbs/run/01_rundir.ipynb #a416fb8b
 @patch
 def request_stop(self:RunDir,
     how:str='graceful', # 'graceful', or 'kill'
@@ -161,9 +169,13 @@ def request_stop(self:RunDir,
 @patch
 def stop_requested(self:RunDir,
 ) -> dict | None: # {'how', 't'}, None when nobody asked
-    "Who watches a run asks here; a file that somebody made by hand (`touch stop`) counts as graceful"
-    try: return read_json(self.stop_path)
-    except ValueError: return {"how": "graceful", "t": self.stop_path.stat().st_mtime}
+    "Who watches a run asks here; a file that somebody made by hand (`touch stop`, `{}`) counts as graceful"
+    try: wish, made = read_json(self.stop_path), self.stop_path.stat().st_mtime
+    except FileNotFoundError: return None
+    except ValueError: wish, made = {}, self.stop_path.stat().st_mtime
+    if wish is None: return None
+    said = wish if isinstance(wish, dict) else {}
+    return {"how": "kill" if said.get("how") == "kill" else "graceful", "t": said["t"] if isinstance(said.get("t"), (int, float)) else made}
 
 # %% ../../nbs/run/01_rundir.ipynb #e1d68c1e
 @patch

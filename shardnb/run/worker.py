@@ -7,7 +7,8 @@ Docs: https://shardnb.github.io/shardnb/run/worker.html.md"""
 # %% auto #0
 __all__ = ['Worker', 'install_arguments', 'main']
 
-# %% ../../nbs/run/09_worker.ipynb #6f09bea0
+# %% ../../nbs/run/09_worker.ipynb #247c38da
+import atexit
 import linecache
 import os
 import sys
@@ -34,7 +35,7 @@ def _heartbeat(rundir, rank, where):
             time.sleep(1)
     threading.Thread(target=beat, name="shardnb-heartbeat", daemon=True).start()
 
-# %% ../../nbs/run/09_worker.ipynb #5861858f
+# %% ../../nbs/run/09_worker.ipynb #36d38e0c
 class Worker:
     "One rank of a run."
     def __init__(self,
@@ -55,7 +56,7 @@ class Worker:
 
     def progress(self, done: int, total: int=None, what: str="tokenizing rows"):
         "How far something long has come; from whichever rank does it for all."
-        self.events.write("progress", what=what, done=done, total=total, unit="rows")
+        self.events.write("progress", what=what, done=done, total=total, unit="rows" if "tokeniz" in what else "parts")
 
     def phase(self, name: str): # name: one of `event.PHASES`
         "Enter a phase."
@@ -69,7 +70,7 @@ class Worker:
     def where(self): # (phase, step)
         return (self.observer.phase_name or self._phase, self.observer.steps) if self.observer else (self._phase, 0)
 
-# %% ../../nbs/run/09_worker.ipynb #1f8952dc
+# %% ../../nbs/run/09_worker.ipynb #f9adfe6a
 @patch
 def announce(self: Worker):
     "The first event: who this process is."
@@ -86,7 +87,7 @@ def prepare(self: Worker):
     self.phase("importing")
     import torch
     import transformers
-    from shardnb.run.engine import open_engine
+    from shardnb.run.engine import EngineError, open_engine
     from shardnb.run.observer import Observer
     from shardnb.run.probe import Probe
     transformers.utils.logging.disable_progress_bar()
@@ -96,12 +97,14 @@ def prepare(self: Worker):
     self.strategy = Strategy.parse(self.plan["strategy"])
     torch.manual_seed(self.recipe.seed)
     self.engine = open_engine(self.plan["settings"], self.recipe.precision, dict(self.strategy.offload), self.recipe.timeout)
+    if bool(self.plan.get("cuda")) != (self.engine.device.type == "cuda"):
+        raise EngineError("the machine has GPUs, but torch in this rank sees none: a CPU build of torch, or a driver that it doesn't fit; `shardnb doctor` tells more")
     torch.distributed.barrier()
     self.observer = Observer(self.engine, Probe(self.engine.device), self.events, self.rundir.stop_requested)
     self.observer.phase_name, self.observer._phase_t = self._phase, self._t
     install_arguments(self)
 
-# %% ../../nbs/run/09_worker.ipynb #29bbb95f
+# %% ../../nbs/run/09_worker.ipynb #47b5af57
 def install_arguments(
     worker: Worker,  # with an open engine
 ):
@@ -111,18 +114,20 @@ def install_arguments(
     def post_init(args):
         if args.deepspeed or args.fsdp:
             raise RecipeError(Problem("args", "deepspeed or fsdp", "the cell's TrainingArguments name a sharding engine; the strategy option decides it"))
-        if hasattr(engine, "set_batch"): engine.set_batch(args.per_device_train_batch_size, args.gradient_accumulation_steps, args.max_grad_norm)
+        engine.set_batch(args.per_device_train_batch_size, args.gradient_accumulation_steps, args.max_grad_norm)
         for k, v in engine.arguments().items(): setattr(args, k, v)
         args.disable_tqdm, args.logging_nan_inf_filter = True, False
         args.report_to = list(worker.recipe.report_to) or "none"
         if args.output_dir in default_dir: args.output_dir = str(worker.rundir.checkpoints_path)
         original(args)
-        if hasattr(engine, "plugin_arguments"): args.fsdp_plugin_args = engine.plugin_arguments()
+        if plugin := engine.plugin_arguments(): args.fsdp_plugin_args = plugin
     TrainingArguments.__post_init__ = post_init
 
-# %% ../../nbs/run/09_worker.ipynb #c6efa92a
+# %% ../../nbs/run/09_worker.ipynb #f36a4bf2
 @patch
-def training_arguments(self: Worker, **changes) -> dict: # keywords of TRL's `SFTConfig`
+def training_arguments(self: Worker,
+    evaluates: bool,  # are there rows to evaluate on?
+) -> dict:            # keywords of TRL's `SFTConfig`
     "The recipe in Transformers' own names."
     r, out = self.recipe, self.recipe.output_dir or str(self.rundir.checkpoints_path)
     kw = dict(output_dir=out, per_device_train_batch_size=r.micro_batch, per_device_eval_batch_size=r.micro_batch, gradient_accumulation_steps=r.grad_accum,
@@ -131,10 +136,10 @@ def training_arguments(self: Worker, **changes) -> dict: # keywords of TRL's `SF
         warmup_steps=r.warmup_steps if r.warmup_steps is not None else (r.warmup_ratio or 0), max_steps=r.max_steps or -1, seed=r.seed, data_seed=r.seed,
         logging_steps=r.logging_steps, logging_first_step=True, dataloader_num_workers=r.dataloader_num_workers, use_liger_kernel=r.use_liger_kernel,
         save_strategy="steps" if r.save_steps else "no", save_steps=r.save_steps or 500, save_total_limit=r.save_total_limit, save_only_model=r.save_only_model,
-        eval_strategy="steps" if r.eval_share and r.eval_steps else "epoch" if r.eval_share else "no", eval_steps=r.eval_steps or None,
+        eval_strategy="no" if not evaluates else "steps" if r.eval_steps else "epoch", eval_steps=r.eval_steps or None,
         activation_checkpointing=bool(r.activation_checkpointing), activation_checkpointing_kwargs={"use_reentrant": False}, max_length=None, packing=False,
         dataset_kwargs={"skip_prepare_dataset": True}, remove_unused_columns=False)
-    return kw | changes
+    return kw
 
 # %% ../../nbs/run/09_worker.ipynb #edfb34f7
 @patch
@@ -152,7 +157,7 @@ def run_cell(self: Worker) -> dict: # the namespace after the cell
     ns["accelerator"] = lazy
     return ns
 
-# %% ../../nbs/run/09_worker.ipynb #d7f0c36f
+# %% ../../nbs/run/09_worker.ipynb #1e953197
 @patch
 def build_trainer(self: Worker, ns: dict): # ns: the cell's namespace; returns an observed trainer
     "A trainer from what the cell made, and from the recipe for the rest."
@@ -162,7 +167,7 @@ def build_trainer(self: Worker, ns: dict): # ns: the cell's namespace; returns a
         self.complete_settings(ns["trainer"].model)
         return watch(ns["trainer"], self.observer)
     from trl import SFTConfig
-    args = ns.get("args") or SFTConfig(**self.training_arguments())
+    args = ns.get("args") or SFTConfig(**self.training_arguments(bool(self.recipe.eval_share) or ns.get("eval_dataset") is not None))
     self.phase("loading")
     from shardnb.run import models
     tok = ns.get("tokenizer") or (models.load_tokenizer(self.recipe, on_note=self.say, on_progress=self.progress) if self.recipe.model or self.recipe.tokenizer else None)
@@ -172,7 +177,7 @@ def build_trainer(self: Worker, ns: dict): # ns: the cell's namespace; returns a
     model.config.use_cache = False
     if ns.get("peft_config") is not None:
         from peft import get_peft_model
-        model = get_peft_model(model, ns["peft_config"], autocast_adapter_dtype=self.engine.name != "deepspeed")
+        model = get_peft_model(model, ns["peft_config"], autocast_adapter_dtype=self.engine.casts_adapters)
     elif ns.get("model") is None: model = models.apply_peft(model, self.recipe, self.engine.name)
     if args.activation_checkpointing and self.recipe.tuning != "full": model.enable_input_require_grads()
     self.phase("tokenizing")
@@ -184,7 +189,7 @@ def build_trainer(self: Worker, ns: dict): # ns: the cell's namespace; returns a
     trainer.sampler_factory = sampler
     return trainer
 
-# %% ../../nbs/run/09_worker.ipynb #ea41d166
+# %% ../../nbs/run/09_worker.ipynb #a96a7b10
 @patch
 def rows(self: Worker, ns, tok, args): # (train, eval, collator, sampler factory)
     "The training rows, tokenized, masked and evened out."
@@ -194,15 +199,22 @@ def rows(self: Worker, ns, tok, args): # (train, eval, collator, sampler factory
     if train is None:
         train, evals = data.load_rows(r, tok, on_note=self.say, on_progress=self.progress)
     collator, sampler = ns.get("data_collator"), None
-    if collator is None and hasattr(train, "column_names") and "input_ids" not in train.column_names:
-        train = data.tokenize_rows(train, r, tok, on_note=self.say, on_progress=self.progress)
-    if hasattr(train, "column_names") and "labels" in train.column_names:
+    def ready(rows): # a collator of the cell's own takes rows as they are
+        raw = collator is None and rows is not None and "input_ids" not in _columns(rows)
+        return data.tokenize_rows(rows, r, tok, on_note=self.say, on_progress=self.progress) if raw and _columns(rows) else rows
+    if evals is None and r.eval_share and ns.get("train_dataset") is not None:
+        train, evals = train.train_test_split(test_size=r.eval_share, seed=r.seed).values()
+    train, evals = ready(train), ready(evals)
+    if "labels" in _columns(train):
         n = len(train)
         train, extra = data.pad_to_full_batches(train, args.per_device_train_batch_size, args.gradient_accumulation_steps, self.world_size)
         if extra: self.say(f"{n} rows don't fill {args.per_device_train_batch_size * args.gradient_accumulation_steps * self.world_size}-row steps: {extra} rows without labels even out the last one")
         sampler = lambda: data.RowOrder(n, extra, r.seed)
         if collator is None and tok is not None: collator = data.collator_for(r, tok)
+    else: self.say("rows without labels of their own: where they don't fill the last step, Accelerate repeats some, and they count in its loss")
     return train, evals, collator, sampler
+
+def _columns(rows): return getattr(rows, "column_names", None) or ()
 
 @patch
 def _make(self: Worker, model, args, train, evals, collator, tok):
@@ -211,7 +223,7 @@ def _make(self: Worker, model, args, train, evals, collator, tok):
     from trl import SFTConfig, SFTTrainer
     cls = SFTTrainer if isinstance(args, SFTConfig) else Trainer
     trainer = cls(model=model, args=args, train_dataset=train, eval_dataset=evals, data_collator=collator, processing_class=tok)
-    if self.recipe.tuning == "qlora" and self.engine.name != "deepspeed": # SFTTrainer makes QLoRA's adapters bf16
+    if self.recipe.tuning == "qlora" and self.engine.casts_adapters: # SFTTrainer makes QLoRA's adapters bf16
         from shardnb.run.models import cast_adapters
         cast_adapters(trainer.model, torch.float32)
     return trainer
@@ -226,7 +238,7 @@ def complete_settings(self: Worker, model): # model: the live model, before it i
     self.engine.complete(found)
     for note in found["notes"]: self.say(note)
 
-# %% ../../nbs/run/09_worker.ipynb #e00fe767
+# %% ../../nbs/run/09_worker.ipynb #1c1f89a4
 @patch
 def train(self: Worker, ns: dict): # ns: the cell's namespace
     "Build, train, save."
@@ -248,6 +260,8 @@ def save_final(self: Worker, trainer):
         from shardnb.run.engine import unwrap
         model = unwrap(trainer.model)
         model.save_pretrained(out, state_dict=state)
+        dtype = next((str(t.dtype).removeprefix("torch.") for t in state.values() if t.is_floating_point()), None)
+        self.say(f"the final model is saved in {dtype}, as {self.strategy.name} holds it at precision {self.recipe.precision}")
         if trainer.processing_class is not None: trainer.processing_class.save_pretrained(out)
         self.events.write("checkpoint", path=str(out), step=self.observer.steps, complete=True)
 
@@ -275,30 +289,30 @@ def sample(self: Worker, when: str, prompts: list, max_new_tokens: int=48): # wh
         model.train(training)
         model.config.use_cache = cache
 
-# %% ../../nbs/run/09_worker.ipynb #86676fc0
+# %% ../../nbs/run/09_worker.ipynb #619e0499
 @patch
 def send_back(self: Worker, ns: dict): # ns: the cell's namespace
-    "Write the names that `--out` asked for, from rank 0."
-    if self.rank or not self.recipe.out: return
+    "Write the names that `--out` asked for, from rank 0; all ranks take part, since a sharded tensor is gathered."
+    if not self.recipe.out: return
     import cloudpickle
     missing = [n for n in self.recipe.out if n not in ns]
     if missing: raise RecipeError(Problem("out", ", ".join(missing), "the cell made no such name"))
     out = {}
     for n in self.recipe.out:
-        out[n] = _to_cpu(ns[n])
+        out[n] = _to_cpu(ns[n], self.engine)
         try: cloudpickle.dumps(out[n])
         except Exception as e: raise RecipeError(Problem("out", n, f"can't be sent back ({type(e).__name__}: {str(e)[:200]})")) from e
+    if self.rank: return
     tmp = self.rundir.result_path.with_suffix(".part")
     tmp.write_bytes(cloudpickle.dumps(out))
     os.replace(tmp, self.rundir.result_path)
 
-def _to_cpu(v):
-    if hasattr(v, "full_tensor"): v = v.full_tensor()
-    if hasattr(v, "detach") and hasattr(v, "cpu"): return v.detach().cpu()
-    if isinstance(v, dict): return {k: _to_cpu(x) for k, x in v.items()}
-    return type(v)(map(_to_cpu, v)) if type(v) in (list, tuple) else v
+def _to_cpu(v, engine):
+    if hasattr(v, "detach") and hasattr(v, "cpu"): return engine.whole(v).detach().cpu()
+    if isinstance(v, dict): return {k: _to_cpu(x, engine) for k, x in v.items()}
+    return type(v)(_to_cpu(x, engine) for x in v) if type(v) in (list, tuple) else v
 
-# %% ../../nbs/run/09_worker.ipynb #62205735
+# %% ../../nbs/run/09_worker.ipynb #a0695e89
 @patch
 def run(self: Worker) -> str: # 'done' or 'stopped'
     "The whole life of a rank."
@@ -314,6 +328,9 @@ def run(self: Worker) -> str: # 'done' or 'stopped'
     self.phase("done")
     state = "stopped" if self.stopped else "done"
     self.events.write("end", state=state, step=self.observer.steps)
+    import torch.distributed as dist
+    dist.barrier()
+    if self.recipe.report_to: atexit._run_exitfuncs() # trackers finish their run there, and `os._exit` would skip it
     return state
 
 def main(
@@ -328,8 +345,6 @@ def main(
         write_error(w.rundir, w.rank, e, phase, step)
         w.events.write("end", state="failed", step=step)
         return 1
-    import torch.distributed as dist
-    dist.barrier()
     return 0
 
 # %% ../../nbs/run/09_worker.ipynb #1bf44a39

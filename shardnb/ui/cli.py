@@ -86,11 +86,17 @@ def failure_text(
     where = ', '.join(f'{k} {_get(e, k)}' for k in ('rank', 'phase', 'step') if _get(e, k) is not None)
     return f'FAILED ({where}): {_get(e, "message")}'+(f'\n  fix: {_get(e, "fix")}' if _get(e, 'fix') else '')+f'\n  log: shardnb logs {run.id}'
 
-# %% ../../nbs/ui/04_cli.ipynb #c2665e05
+# %% ../../nbs/ui/04_cli.ipynb #5c478977
+def _text_of(path):
+    "The text of the file of --cell"
+    try: return open(path, encoding='utf-8').read()
+    except (OSError, UnicodeDecodeError) as e:
+        raise RecipeError(Problem('--cell', path, f"'{path}' can't be read as text ({getattr(e, 'strerror', None) or 'it is not UTF-8'})", 'a Python file')) from None
+
 def train_command(ns, words):
     "Train from a recipe or options, and follow the run; exit code 1 if it failed"
     from shardnb.run.handle import train
-    run = train(recipe_of(ns, ns.recipe), cell=open(ns.cell, encoding='utf-8').read() if ns.cell else None)
+    run = train(recipe_of(ns, ns.recipe), cell=_text_of(ns.cell) if ns.cell else None)
     if ns.detach: print(run.id); return 0
     return follow(run)
 
@@ -107,7 +113,7 @@ def plan_command(ns, words):
         print(f'{n:<24}'+''.join(f'{x:>11}' for x in (*parts, size_text(b.peak), size_text(b.host_peak) if b.host else '-')))
     return 0
 
-# %% ../../nbs/ui/04_cli.ipynb #d56967f3
+# %% ../../nbs/ui/04_cli.ipynb #28b9fd69
 def runs_command(ns, words):
     "List the runs of this folder, newest first"
     from shardnb.run.handle import runs
@@ -131,6 +137,8 @@ def stop_command(ns, words):
 def logs_command(ns, words):
     "Print the log of one rank"
     from shardnb.run.handle import attach
+    if ns.rank!='supervisor' and not ns.rank.isdecimal():
+        raise RecipeError(Problem('--rank', ns.rank, f"'{ns.rank}' is not a rank", "a number from 0, or 'supervisor'", nearest(ns.rank, ['supervisor'])))
     print(attach(ns.id).logs(ns.rank if ns.rank=='supervisor' else int(ns.rank), tail=ns.tail)); return 0
 
 def doctor_command(ns, words):
