@@ -43,8 +43,9 @@ def in_rank(path):
             engine._before[:], engine._after[:] = kept["before"], kept["after"]
             trainer.add_callback(watch)
             probe.peaks = PeakSampler(probe.device)
+            w.observer._begun += time.monotonic() - kept["since"] # its share of the time is of its own blocks
         else:
-            kept.update(backward=trainer.accelerator.backward, before=list(engine._before), after=list(engine._after))
+            kept.update(since=time.monotonic(), backward=trainer.accelerator.backward, before=list(engine._before), after=list(engine._after))
             trainer.__class__ = plain
             del trainer.accelerator.backward
             engine._before.clear(), engine._after.clear()

@@ -101,3 +101,21 @@ def test_the_formats_are_told_apart_by_their_columns():
 def test_the_demo_pairs_are_the_pinned_ones():
     from shardnb.run.demo import demo_note, demo_pairs
     assert demo_note() is None and len(demo_pairs()) == 141
+
+
+@pytest.mark.parametrize("split", ["test", "train[:10]"])
+def test_a_split_of_what_has_none_is_refused(tmp_path, split):
+    for name in ("demo", write(tmp_path, "a.jsonl", [{"text": "a"}])):
+        problems = check_dataset(Recipe(dataset=name, split=split))
+        assert [p.field for p in problems] == ["split"] and "allowed: train" in str(problems[0])
+        with pytest.raises(RecipeError, match="max_samples"): list(rows(Recipe(dataset=name, split=split)))
+
+
+def test_splits_of_a_folder_on_disk(tmp_path):
+    import datasets
+    ds = datasets.Dataset.from_dict({"text": ["a", "b"]})
+    ds.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict(train=ds, test=ds).save_to_disk(str(tmp_path / "two"))
+    assert check_dataset(Recipe(dataset=str(tmp_path / "one"))) == check_dataset(Recipe(dataset=str(tmp_path / "two"), split="test")) == []
+    assert "is one piece" in str(check_dataset(Recipe(dataset=str(tmp_path / "one"), split="test"))[0])
+    assert "did you mean 'train'" in str(check_dataset(Recipe(dataset=str(tmp_path / "two"), split="trian"))[0])

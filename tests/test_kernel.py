@@ -30,19 +30,14 @@ def run(kc, code, timeout=60):
     return "".join(said)
 
 
-STEPS = 40
-CELL = f"""%%shardtrain --model tiny --dataset demo --strategy fsdp --nproc 2 --micro-batch 1 --grad-accum 1 --max-length 64 --max-steps {STEPS}
-import transformers, time
-class Slow(transformers.TrainerCallback):
-    def on_step_begin(self, *args, **kw): time.sleep(.25)
-"""
+STEPS = 150 # long enough that the run still goes on when the next kernel is up
+LINE = f"--model tiny --dataset demo --strategy fsdp --nproc 2 --micro-batch 1 --grad-accum 1 --max-length 64 --max-steps {STEPS}"
 
 
 @pytest.mark.parametrize("how", ["restart", "kill"])
 def test_a_run_outlives_its_kernel(kernels, how):
     km, kc = kernels()
-    cell = CELL.split("\n", 1)[0].replace("%%", "%") # a line magic: the recipe alone
-    run(kc, f"%load_ext shardnb\nr = get_ipython().run_line_magic('shardtrain', {cell.split(' ', 1)[1]!r})\nprint(r.id)")
+    run(kc, f"%load_ext shardnb\nr = get_ipython().run_line_magic('shardtrain', {LINE!r})")
     run_id = run(kc, "print(r.id)").strip()
     end = time.time() + 120
     while time.time() < end and run(kc, "print(len(r.metrics))").strip() in ("", "0"): time.sleep(.2)
@@ -53,5 +48,6 @@ def test_a_run_outlives_its_kernel(kernels, how):
     else:
         km.shutdown_kernel(now=True)
         km, kc = kernels()
-    out = run(kc, f"import shardnb\nr = shardnb.attach({run_id!r})\nr.wait()\nm = r.metrics\nprint(r.state, len(m), m.step.tolist() == list(range(1, {STEPS + 1})), m.loss.notna().all(), set(r.memory['rank']))", 180)
+    assert run(kc, f"import shardnb\nr = shardnb.attach({run_id!r})\nprint(r.state)").strip() == "running"
+    out = run(kc, f"r.wait()\nm = r.metrics\nprint(r.state, len(m), m.step.tolist() == list(range(1, {STEPS + 1})), m.loss.notna().all(), set(r.memory['rank']))", 180)
     assert out.split("\n")[-2] == f"done {STEPS} True True {{0, 1}}"

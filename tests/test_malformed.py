@@ -96,7 +96,7 @@ TABLE = [
     ("disk at stage 1", STRAT, "zero1+optim-nvme", "strategy", "did you mean 'zero1+optim-cpu'"),
     ("two places for one part", STRAT, "zero3+optim-cpu+optim-nvme", "strategy", "two places"),
     ("hybrid sharding", STRAT, "hsdp", "strategy", "more than one node axis"),
-    ("auto", STRAT, "auto", "strategy", "comes with the planner"),
+    ("auto", STRAT, "auto", "strategy", "choose a strategy"),
     ("disk without a path", KW, dict(strategy="zero3+optim-nvme"), "nvme_path", "a folder on a fast disk"),
     ("deepspeed and fsdp", DICT, dict(deepspeed="zero3", fsdp="full_shard auto_wrap"), "fsdp", "can't both shard"),
     ("strategy and other deepspeed", DICT, dict(strategy="zero2", deepspeed="zero3"), "deepspeed", "strategy already says 'zero2'"),

@@ -427,3 +427,117 @@ def test_save_only_model_gathers_under_fsdp():
     "The Trainer refuses save_only_model with sharded state"
     f = settings("fsdp", Recipe(strategy="fsdp", save_only_model=True).resolve(2), SMOL, 2)["fsdp"]
     assert f["state_dict_type"] == "FULL_STATE_DICT"
+
+
+# What ranks get, what is written, and what a cell leaves unread
+
+def test_variables_are_text_as_written():
+    assert Recipe.from_yaml("env: {NCCL_P2P_DISABLE: 1, A: true, B: 010, C: 1.10}\n").env == {"NCCL_P2P_DISABLE": "1", "A": "true", "B": "010", "C": "1.10"}
+    assert Recipe(env="A=1,B=true").env == {"A": "1", "B": "true"}
+    assert Recipe(env={"A": 1}).env == {"A": "1"}
+    r = Recipe(env="A=1,B=true")
+    assert Recipe.from_yaml(r.to_yaml()).env == r.env
+    with pytest.raises(RecipeError, match=r"env\[A\]"): Recipe(env={"A": True})
+
+
+@pytest.mark.parametrize("name", ["HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "DB_PASSWORD"])
+def test_secrets_are_refused_and_never_shown(name):
+    with pytest.raises(RecipeError, match="ranks inherit it") as e: Recipe(env={name: "hunter2"})
+    assert "hunter2" not in str(e.value) and "hunter2" not in repr(e.value.problems)
+    past = Recipe().model_copy(update={"env": {name: "hunter2"}})
+    assert "hunter2" not in repr(past) and "hunter2" not in str(past) and "hunter2" not in past.magic_line() and "***" in past.magic_line()
+
+
+def test_names_that_hold_no_secret():
+    assert len(Recipe(env={"TOKENIZERS_PARALLELISM": "false", "HF_TOKEN_PATH": "/x", "NCCL_DEBUG": "INFO"}).env) == 3
+
+
+def test_output_dir_is_absolute_and_its_checkpoints_are_found(tmp_path, monkeypatch):
+    from shardnb.run.event import EventWriter
+    from shardnb.run.handle import Run
+    from shardnb.run.rundir import RunDir
+    monkeypatch.setenv("SHARDNB_HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path)
+    r = Recipe(output_dir="kept").resolve(2)
+    assert r.output_dir == str(tmp_path / "kept")
+    rd = RunDir.create(r.to_yaml(), plan={"strategy": "ddp", "nproc": 2, "world_size": 2})
+    (tmp_path / "kept" / "checkpoint-2").mkdir(parents=True)
+    EventWriter(rd.event_path(0), 0).write("checkpoint", path=f"{r.output_dir}/checkpoint-2", step=2, complete=True)
+    (tmp_path / "else").mkdir()
+    monkeypatch.chdir(tmp_path / "else")
+    assert [c.path for c in Run(rd).checkpoints] == [tmp_path / "kept" / "checkpoint-2"]
+
+
+def test_one_rule_for_the_loaded_dtype():
+    r = Recipe(precision="bf16", tuning="lora", fp32_norms=True)
+    assert r.resolve(2).dtype == "float32" and r.replace(fp32_norms=False).resolve(2).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("kind,assigned,text,silent", [
+    ("loop", [], "accelerator.clip_grad_norm_(p, 1)", {"learning_rate", "max_grad_norm", "report_to", "logging_steps"}),
+    ("trainer", ["trainer"], "", {"learning_rate", "max_grad_norm", "logging_steps", "micro_batch"}),
+    ("objects", ["args"], "", {"learning_rate", "max_grad_norm", "logging_steps", "micro_batch"}),
+    ("loop", [], "lr = recipe.learning_rate", {"max_grad_norm", "report_to", "logging_steps"}),
+    ("recipe", [], "", set())])
+def test_what_a_cell_leaves_unread_is_said_once(kind, assigned, text, silent):
+    from shardnb.plan.recipe import no_effect
+    r = Recipe(learning_rate=1e-4, max_grad_norm=.5, report_to=["all"], logging_steps=2, micro_batch=2, seed=3, precision="fp32", timeout=60, out=["x"])
+    said = [n.split()[0] for n in no_effect(r, kind, assigned, text)]
+    assert sorted(said) == sorted(silent)
+    if kind == "loop" and "clip" in text: assert not any("max_grad_norm" in n for n in no_effect(r.replace(strategy="zero2"), kind, assigned, text))
+
+
+def test_configuration_of_what_has_none():
+    from shardnb.plan.recipe import no_effect
+    assert no_effect(Recipe(dataset="demo", dataset_config="x")) == ["dataset_config has no effect: demo has no configurations"]
+    assert no_effect(Recipe(dataset="owner/name", dataset_config="x")) == []
+
+
+def test_trackers():
+    import importlib.util
+    with pytest.raises(RecipeError, match="did you mean 'tensorboard'"): Recipe(report_to="tensorbord")
+    if importlib.util.find_spec("dvclive") is None:
+        with pytest.raises(RecipeError, match="pip install dvclive"): Recipe(report_to="dvclive").resolve(2)
+    from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+    from shardnb.plan.recipe import _TRACKERS
+    assert set(_TRACKERS) == set(INTEGRATION_TO_CALLBACK)
+
+
+def test_two_faults_of_one_value_are_both_said():
+    from shardnb.plan.problem import Problem
+    from shardnb.run.planner import _distinct
+    a, b = Problem("model", "demo", "needs one package"), Problem("model", "demo", "needs another")
+    assert _distinct([a, b, a], 0) == [a, b]
+    assert _distinct([Problem("model", "./x", "there is no file"), Problem("model", "./x", "is not a folder")], 1) == [Problem("model", "./x", "there is no file")]
+    assert _distinct([Problem("nproc", 9, "one"), Problem("nproc", 9, "two")], 1) == [Problem("nproc", 9, "one"), Problem("nproc", 9, "two")]
+
+
+def test_resuming_starts_from_what_was_written(tmp_path, monkeypatch):
+    from shardnb.plan.machine import Machine
+    from shardnb.run.handle import Run, _again
+    from shardnb.run.planner import plan_run
+    from shardnb.run.rundir import RunDir
+    monkeypatch.setenv("SHARDNB_HOME", str(tmp_path))
+    plan = plan_run(Recipe(model="tiny", dataset="demo", global_batch=8, nproc=2), machine=Machine("a laptop", (), cores=2, host_bytes=16 * 2**30, disk_bytes=100 * 2**30))
+    run = Run(RunDir.create(plan.pop("recipe"), plan=plan))
+    assert (run.recipe.micro_batch, run.recipe.grad_accum) == (1, 4)
+    new = _again(run, run.recipe, {"micro_batch": 2}).resolve(2)
+    assert (new.micro_batch, new.grad_accum, new.global_batch, new.nproc) == (2, 2, 8, 2)
+
+
+def test_a_result_of_another_user_is_not_unpickled(tmp_path, monkeypatch):
+    import os
+    import pickle
+
+    from shardnb.plan.problem import ShardnbError
+    from shardnb.run.handle import Run
+    from shardnb.run.rundir import RunDir, write_json
+    monkeypatch.setenv("SHARDNB_HOME", str(tmp_path))
+    rd = RunDir.create("model: tiny\n", plan={"strategy": "ddp", "nproc": 2})
+    write_json(rd.exit_path, {"state": "done", "error": None})
+    rd.result_path.write_bytes(pickle.dumps({"x": 1}))
+    assert Run(rd).result == {"x": 1}
+    if os.getuid() != 0: pytest.skip("only root can give a file away")
+    os.chown(rd.result_path, 12345, -1)
+    with pytest.raises(ShardnbError, match="uid 12345"): print(Run(rd).result)

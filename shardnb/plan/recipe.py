@@ -7,7 +7,7 @@ Docs: https://shardnb.github.io/shardnb/plan/recipe.html.md"""
 # %% auto #0
 __all__ = ['GROUPS', 'unknown_key', 'Recipe', 'no_effect', 'Preview', 'Option', 'options_of', 'recipe_table']
 
-# %% ../../nbs/plan/02_recipe.ipynb #c45b2d31
+# %% ../../nbs/plan/02_recipe.ipynb #2c30845f
 import json, os, re, shlex, types, typing
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from .problem import Problem, RecipeError, nearest
-from .strategy import Strategy, _parse_strategy
+from .strategy import Strategy, _parse_strategy, weights_dtype
 from .batch import solve_batch
 from .document import missing_file, read_scalar, read_yaml
 
@@ -52,7 +52,7 @@ class _Tuning(_Model):
     lora_dropout: float = _f("tuning", 0.05, "Dropout before the adapters", ge=0, lt=1)
     lora_target_modules: list[str] = _f("tuning", ["all-linear"], "Modules that get adapters")
 
-# %% ../../nbs/plan/02_recipe.ipynb #b8561efc
+# %% ../../nbs/plan/02_recipe.ipynb #34ed3769
 class _Data(_Tuning):
     dataset: str|None = _f("data", None, "Hub id, a local .jsonl, .json, .csv or .parquet file, or the built-in 'demo'")
     dataset_config: str|None = _f("data", None, "Configuration of a hub dataset that has several")
@@ -64,7 +64,7 @@ class _Data(_Tuning):
     system_prompt: str|None = _f("data", None, "System message put before every conversation that has none")
     assistant_only_loss: bool = _f("data", True, "Learn from the assistant's tokens only")
     eval_share: float = _f("data", 0.0, "Share of the rows kept for evaluation", ge=0, lt=1)
-    eval_steps: int|None = _f("data", None, "Steps between evaluations; once, at the end", ge=1)
+    eval_steps: int|None = _f("data", None, "Steps between evaluations of the share; once an epoch", ge=1)
     dataloader_num_workers: int = _f("data", 0, "Extra processes per rank that load data", ge=0)
     max_samples: int|None = _f("data", None, "Use no more rows than this; all", ge=1)
 
@@ -89,7 +89,7 @@ class _Optimization(_Data):
     max_steps: int|None = _f("optimization", None, "Stop after so many steps, whatever the epochs say", ge=1)
     seed: int = _f("optimization", 42, "Seed of order, dropout and new weights", ge=0)
 
-# %% ../../nbs/plan/02_recipe.ipynb #1bc697c3
+# %% ../../nbs/plan/02_recipe.ipynb #e79887be
 class _Sharding(_Optimization):
     strategy: str = _f("sharding", "ddp", "What is sharded: ddp, zero1, zero2, zero3, fsdp, fsdp-grad-op, with +optim-cpu, +param-cpu, +optim-nvme, "
                                           "+param-nvme")
@@ -102,7 +102,7 @@ class _Sharding(_Optimization):
     fsdp_config: dict[str, Any]|str = _f("sharding", {}, "FSDP settings (a file or a mapping) that override shardnb's")
     nvme_path: str|None = _f("sharding", None, "Folder on a fast disk for +optim-nvme and +param-nvme")
     output_dir: str|None = _f("saving", None, "Where the trained model goes; the run's own folder")
-    save_steps: int|None = _f("saving", None, "Steps between checkpoints; one, at the end", ge=1)
+    save_steps: int|None = _f("saving", None, "Steps between checkpoints that can be resumed from; none, only the final model is kept (a stop saves one)", ge=1)
     save_total_limit: int|None = _f("saving", 2, "Checkpoints kept; the oldest goes first", ge=1)
     save_only_model: bool = _f("saving", False, "Leave the optimizer out of checkpoints; they are smaller and can't be resumed from")
     logging_steps: int = _f("logging", 1, "Steps between log entries", ge=1)
@@ -123,14 +123,14 @@ def _kinds(name):
     parts = typing.get_args(t) if isinstance(t, types.UnionType) or typing.get_origin(t) is typing.Union else (t,)
     return {str if typing.get_origin(p) is Literal else typing.get_origin(p) or p for p in parts}
 
-# %% ../../nbs/plan/02_recipe.ipynb #b4691c06
+# %% ../../nbs/plan/02_recipe.ipynb #123d6cbc
 def _text_value(name, v, kinds):
     "Text `v` as field `name` takes it."
     t = v.strip()
     if type(None) in kinds and t.lower() in ("none", "null", ""): return None
     if type(None) in kinds and t.lower() == "auto" and name != "strategy": return None
     if dict in kinds and t.startswith("{"): return v if str in kinds and not _is_json(t) else _json(t)
-    if dict in kinds and str not in kinds: return dict(_pair(p) for p in t.split(",") if p) if t else {}
+    if dict in kinds and str not in kinds: return dict(_pair(p, name != "env") for p in t.split(",") if p) if t else {}
     if list in kinds:
         if name == "report_to" and t.lower() == "none": return []
         return _json(t) if t.startswith("[") else [p.strip() for p in t.split(",") if p.strip()]
@@ -141,10 +141,10 @@ def _is_json(t):
 def _json(t):
     try: return json.loads(t)
     except json.JSONDecodeError as e: raise ValueError(f"is broken JSON at column {e.colno}: {e.msg}") from None
-def _pair(text):
+def _pair(text, typed=True):
     k, eq, v = text.partition("=")
     if not eq: raise ValueError(f"'{text}' is not of the form name=value")
-    return k.strip(), read_scalar(v.strip()) if v.strip() else ""
+    return k.strip(), read_scalar(v.strip()) if typed and v.strip() else v.strip()
 
 # %% ../../nbs/plan/02_recipe.ipynb #2ff80569
 _TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", "string": "text", "list": "a list", "dict": "a mapping"}
@@ -220,7 +220,7 @@ def _schedule_problems(r):
                            nearest(got, need) if got else need[0]))
     return out
 
-# %% ../../nbs/plan/02_recipe.ipynb #20d3898c
+# %% ../../nbs/plan/02_recipe.ipynb #261011c2
 def _sharding_problems(r, s):
     out, given = [], r.model_fields_set
     if s.nvme and not r.nvme_path and not (isinstance(r.deepspeed, (dict, str)) and r.deepspeed):
@@ -236,17 +236,39 @@ def _sharding_problems(r, s):
         out.append(Problem("fsdp_keep", r.fsdp_keep, f"{', '.join(sorted(both))} can't be both wrapped and kept whole", "names that fsdp_wrap doesn't hold"))
     if "assistant_only_loss" in given and r.assistant_only_loss and r.dataset_format == "text":
         out.append(Problem("assistant_only_loss", True, "text rows have no assistant", "false, or a dataset_format with turns", "false"))
-    out += [Problem(f"env.{k}", v, "is set by the launcher for each rank", "any other variable") for k, v in r.env.items() if k in _OWNED_ENV]
-    if "CUDA_VISIBLE_DEVICES" in r.env:
-        out.append(Problem("env.CUDA_VISIBLE_DEVICES", r.env["CUDA_VISIBLE_DEVICES"], "say which GPUs with gpus", "gpus=0,1", "gpus"))
     out += [Problem("out", n, f"{n!r} is not a variable's name", "names such as model, history") for n in r.out if not n.isidentifier()]
     return out
 
-# %% ../../nbs/plan/02_recipe.ipynb #f83d57b7
+# %% ../../nbs/plan/02_recipe.ipynb #68814a92
+_SECRET = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD|PASSWD)S?$|SECRET|PASSWORD|ACCESS_KEY", re.I)
+def _masked(field, value): return value if field != "env" else {k: "***" if _SECRET.search(k) else v for k, v in value.items()}
+def _env_problems(r):
+    "Variables that the launcher sets itself, and those that hold a secret."
+    out = [Problem(f"env.{k}", v, "is set by the launcher for each rank", "any other variable") for k, v in r.env.items() if k in _OWNED_ENV]
+    if "CUDA_VISIBLE_DEVICES" in r.env:
+        out.append(Problem("env.CUDA_VISIBLE_DEVICES", r.env["CUDA_VISIBLE_DEVICES"], "say which GPUs with gpus", "gpus=0,1", "gpus"))
+    return out + [Problem(f"env.{k}", "***", "a secret would be written to the run's files; set it in the environment of the notebook or shell, ranks inherit it")
+                  for k in r.env if _SECRET.search(k)]
+
+# %% ../../nbs/plan/02_recipe.ipynb #a8ce77f5
+_TRACKERS = {"azure_ml": ("azureml",), "comet_ml": ("comet_ml",), "mlflow": ("mlflow",), "neptune": ("neptune",), "tensorboard": ("tensorboard", "tensorboardX"),
+             "trackio": ("trackio",), "wandb": ("wandb",), "codecarbon": ("codecarbon",), "clearml": ("clearml",), "dagshub": ("dagshub",),
+             "flyte": ("flytekit",), "dvclive": ("dvclive",), "swanlab": ("swanlab",), "kubeflow": ()}
+def _tracker_problems(r):
+    "Names that are no tracker's."
+    return [Problem("report_to", n, f"{n!r} is not a tracker that Transformers knows", ", ".join([*_TRACKERS, "all", "none"]), nearest(n, _TRACKERS))
+            for n in r.report_to if n not in _TRACKERS and n != "all"]
+def _tracker_packages(r):
+    "Trackers whose package isn't here."
+    from importlib.util import find_spec
+    return [Problem("report_to", n, f"{n} needs the package {' or '.join(need)}, which is not installed; install it with: pip install {need[0]}")
+            for n in r.report_to if (need := _TRACKERS.get(n)) and not any(map(find_spec, need))]
+
+# %% ../../nbs/plan/02_recipe.ipynb #1f18c5a1
 def _check(r):
     "Raises `RecipeError` with every contradiction in `r`."
     s = Strategy.parse(r.strategy)
-    problems = _precision_problems(r, s) + _schedule_problems(r) + _sharding_problems(r, s)
+    problems = _precision_problems(r, s) + _schedule_problems(r) + _sharding_problems(r, s) + _env_problems(r) + _tracker_problems(r)
     if problems: raise RecipeError(problems)
 
 # %% ../../nbs/plan/02_recipe.ipynb #b89fd67c
@@ -258,7 +280,7 @@ def _once(problems):
     "`problems` without those that say the same again."
     return list({(p.field, p.message): p for p in problems}.values())
 
-# %% ../../nbs/plan/02_recipe.ipynb #9d336ff3
+# %% ../../nbs/plan/02_recipe.ipynb #f006851f
 class Recipe(_Sharding):
     "A run, described: typed, complete, and the same from a cell, a file, a form or a command line."
     def __init__(self, **data):
@@ -279,8 +301,9 @@ class Recipe(_Sharding):
         if isinstance(v, os.PathLike): v = os.fspath(v)
         if isinstance(v, str): v = _text_value(info.field_name, v, kinds)
         elif isinstance(v, (int, float)) and kinds == {list}: v = [str(v)]
+        if info.field_name == "env" and isinstance(v, dict): v = {k: str(x) if type(x) is int else x for k, x in v.items()}
         return _strategy_name(v) if info.field_name == "strategy" else v
-    def __repr__(self): return f"Recipe({', '.join(f'{k}={v!r}' for k, v in self.options().items())})"
+    def __repr__(self): return f"Recipe({', '.join(f'{k}={_masked(k, v)!r}' for k, v in self.options().items())})"
     __str__ = __repr__
     def options(self) -> dict: # field -> value, in the fields' order
         "What differs from the defaults."
@@ -290,7 +313,7 @@ class Recipe(_Sharding):
         "A new recipe with `changes`; what was worked out for this one is worked out anew."
         return type(self)(**{**{k: getattr(self, k) for k in self.model_fields_set}, **changes})
 
-# %% ../../nbs/plan/02_recipe.ipynb #fdaba50b
+# %% ../../nbs/plan/02_recipe.ipynb #7807f880
 def _as_text(v):
     "Value `v` as an option's text."
     if isinstance(v, bool): return str(v).lower()
@@ -303,7 +326,7 @@ def _magic_line(self, magic="%shardtrain") -> str:
         flag = "--" + k.replace("_", "-")
         if v is True: parts.append(flag)
         elif v is False: parts.append("--no-" + flag[2:])
-        else: parts += [flag, shlex.quote(_as_text(v)) if v is not None else "none"]
+        else: parts += [flag, shlex.quote(_as_text(_masked(k, v))) if v is not None else "none"]
     return " ".join(parts)
 Recipe.magic_line = _magic_line
 
@@ -358,14 +381,10 @@ def _file_problems(r):
     if r.nvme_path and Strategy.parse(r.strategy).nvme and not Path(r.nvme_path).expanduser().is_dir(): out.append(missing_file("nvme_path", r.nvme_path))
     return out
 
-# %% ../../nbs/plan/02_recipe.ipynb #a8514075
-def _load_dtype(r, precision):
-    "What weights are loaded in: fp32 where they are the master copy, the computing format where they are frozen or pure."
-    if precision == "bf16-pure" or (r.tuning != "full" and precision == "bf16"): return "bfloat16"
-    return "float16" if r.tuning != "full" and precision == "fp16" else "float32"
+# %% ../../nbs/plan/02_recipe.ipynb #2b6de0a3
 _RATES = {"full": 1e-5, "lora": 1e-4, "qlora": 2e-4}
 
-# %% ../../nbs/plan/02_recipe.ipynb #17cea831
+# %% ../../nbs/plan/02_recipe.ipynb #e8ced3b8
 def _resolve(self, world_size=None, cuda=False, bf16_ok=False) -> "Recipe":
     "This recipe with everything worked out for `world_size` ranks on this kind of device."
     from shardnb.plan.override import adopt, override_problems
@@ -374,7 +393,8 @@ def _resolve(self, world_size=None, cuda=False, bf16_ok=False) -> "Recipe":
     if world_size and r.nproc and r.nproc > world_size:
         problems.append(Problem("nproc", r.nproc, f"{r.nproc} ranks, but this run sees {world_size}", f"at most {world_size}", str(world_size)))
     fill = {"nproc": r.nproc or n, "precision": r.precision or ("bf16" if cuda and bf16_ok else "fp32")}
-    fill["dtype"] = r.dtype or _load_dtype(r, fill["precision"])
+    fill["dtype"] = weights_dtype(r.model_copy(update=fill))
+    if r.output_dir: fill["output_dir"] = str(Path(r.output_dir).expanduser().absolute()) # ranks and a later notebook may be elsewhere
     if r.precision is None and fill["precision"] == "fp32" and r.dtype not in (None, "float32"):
         problems.append(Problem("dtype", r.dtype, f"precision is fp32 here, which needs float32 weights, not {r.dtype}", "float32, or precision bf16",
                                 "float32"))
@@ -382,25 +402,54 @@ def _resolve(self, world_size=None, cuda=False, bf16_ok=False) -> "Recipe":
     except RecipeError as e: problems += e.problems
     fill |= {"learning_rate": r.learning_rate or _RATES[r.tuning], "activation_checkpointing": cuda if r.activation_checkpointing is None
              else r.activation_checkpointing}
-    problems += _device_problems(r, cuda) + _file_problems(r)
+    problems += _device_problems(r, cuda) + _file_problems(r) + _tracker_packages(r)
     problems += override_problems(r, n)
     if problems: raise RecipeError(_once(problems))
     return type(self).model_construct(_fields_set=set(self.model_fields_set), **{**{k: getattr(r, k) for k in type(self).model_fields}, **fill})
 Recipe.resolve = _resolve
 
-# %% ../../nbs/plan/02_recipe.ipynb #8d6f47a6
+# %% ../../nbs/plan/02_recipe.ipynb #4a936c8c
+_RANKS = {n for n, f in Recipe.model_fields.items() if f.json_schema_extra["group"] in ("precision", "sharding", "ranks")} - {"activation_checkpointing"} | {"seed"}
+_ARGS = ("micro_batch", "grad_accum", "global_batch", "learning_rate", "optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "lr_scheduler_type",
+         "lr_scheduler_kwargs", "warmup_ratio", "warmup_steps", "max_grad_norm", "num_train_epochs", "max_steps", "activation_checkpointing", "use_liger_kernel",
+         "dataloader_num_workers", "logging_steps", "save_steps", "save_total_limit", "eval_steps") # what `TrainingArguments` say
+_LORA = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
+_MADE = {"args": _ARGS, "model": ("dtype", "attn_implementation", "tuning", *_LORA), "train_dataset": ("dataset", "dataset_config", "split"), "peft_config": _LORA}
+def _unread(r, kind, assigned, text):
+    "Field -> why this cell leaves it unread."
+    loop_reads = _RANKS | {"micro_batch", "grad_accum", "global_batch"} | ({"max_grad_norm"} if "clip_grad_norm_" in text and Strategy.parse(r.strategy).stage else set())
+    if kind == "loop": out = {k: "the cell has its own loop" for k in Recipe.model_fields if k not in loop_reads}
+    elif kind == "trainer":
+        out = {k: "the cell has its own trainer" for k in Recipe.model_fields if k not in _RANKS | {"report_to", "output_dir", "save_only_model"}}
+    else: out = {k: f"the cell has its own {made}" for made, fields in _MADE.items() if made in assigned for k in fields}
+    if re.search(r"\brecipe\b(?!\.\w)", text): return {}    # handed on whole
+    asked = set(re.findall(r"\brecipe\.(\w+)", text))
+    return {k: why for k, why in out.items() if k not in asked}
+def _config_is_idle(dataset):
+    "Whether a dataset has no configurations: the demo, a file, or what `save_to_disk` wrote."
+    d = Path(dataset).expanduser()
+    return dataset == "demo" or d.is_file() or any((d / n).is_file() for n in ("dataset_info.json", "dataset_dict.json"))
+
+# %% ../../nbs/plan/02_recipe.ipynb #c7602b8c
 def no_effect(
-    r,           # a `Recipe`
-) -> list[str]:  # sentences
-    "Options that were given and change nothing in this recipe."
-    given, out = r.model_fields_set, []
-    if r.tuning == "full": out += [f"{k} has no effect at tuning full" for k in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules") if k in given]
+    r,               # a `Recipe`
+    kind="recipe",   # what the cell is: 'recipe', 'objects', 'trainer' or 'loop'
+    assigned=(),     # names that the cell makes for training, such as 'model'
+    text="",         # the cell
+) -> list[str]:      # sentences
+    "Options that were given and change nothing in this recipe, or with this cell."
+    unread = _unread(r, kind, assigned, text)
+    out = [f"{k} has no effect: {unread[k]}" for k in type(r).model_fields if k in r.model_fields_set and k in unread]
+    given = r.model_fields_set - set(unread)
+    if r.tuning == "full": out += [f"{k} has no effect at tuning full" for k in _LORA if k in given]
     if r.max_steps and "num_train_epochs" in given: out.append(f"num_train_epochs has no effect: max_steps ({r.max_steps}) decides")
-    if r.eval_steps and not r.eval_share: out.append("eval_steps has no effect unless eval_share is above 0 or the cell assigns eval_dataset")
+    if r.eval_steps and not r.eval_share and "eval_steps" in given: out.append("eval_steps has no effect unless eval_share is above 0")
     if r.optim == "sgd": out += [f"{k} has no effect with optim sgd" for k in ("adam_beta1", "adam_beta2", "adam_epsilon") if k in given]
-    if r.lr_scheduler_type == "constant" and (r.warmup_ratio or r.warmup_steps):
+    if r.lr_scheduler_type == "constant" and (r.warmup_ratio or r.warmup_steps) and given & {"warmup_ratio", "warmup_steps"}:
         out.append("warmup has no effect with lr_scheduler_type constant; constant_with_warmup has one")
-    if r.save_only_model: out.append("checkpoints hold the model only: this run can't be resumed")
+    if r.dataset and r.dataset_config and "dataset_config" in given and _config_is_idle(r.dataset):
+        out.append(f"dataset_config has no effect: {r.dataset} has no configurations")
+    if r.save_only_model and kind != "loop": out.append("checkpoints hold the model only: this run can't be resumed")
     return out
 
 # %% ../../nbs/plan/02_recipe.ipynb #32cf74b0

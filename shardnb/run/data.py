@@ -230,7 +230,7 @@ def tokenize_rows(
     "`load_rows` for rows that are already in memory; nothing is split off for evaluation"
     return _kept_rows(recipe.replace(eval_share=0.0), tokenizer, ["given", dataset._fingerprint], on_note, on_progress, dataset)[0]
 
-# %% ../../nbs/run/06_data.ipynb #fa8b0f4f
+# %% ../../nbs/run/06_data.ipynb #d1cd354d
 def pad_to_full_batches(
     dataset, # from `load_rows`
     micro_batch: int, # rows per rank in one forward
@@ -248,7 +248,7 @@ def pad_to_full_batches(
         ids = first["input_ids"][:2]
         blank = {k: v for k, v in {"input_ids": ids, "labels": [-100] * len(ids), "seq_lengths": [len(ids)]}.items() if k in first}
     more = datasets.Dataset.from_list([blank] * extra, features=dataset.features)
-    return datasets.concatenate_datasets([dataset, more]), extra
+    return datasets.concatenate_datasets([dataset, more]).with_format(dataset.format["type"]), extra   # which joining may drop
 
 # %% ../../nbs/run/06_data.ipynb #1d4e33b4
 def order_indices(

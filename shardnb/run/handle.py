@@ -8,12 +8,12 @@ Docs: https://shardnb.github.io/shardnb/run/handle.html.md"""
 __all__ = ['ENDED', 'STALE', 'METRICS', 'MEMORY', 'SHARDS', 'RUNS', 'state_of', 'SavedCheckpoint', 'Run', 'train', 'runs',
            'attach']
 
-# %% ../../nbs/run/12_handle.ipynb #da2b922f
-import html, pickle, socket, threading, time, warnings
+# %% ../../nbs/run/12_handle.ipynb #3a851278
+import html, os, pickle, socket, threading, time, warnings
 from dataclasses import dataclass
 from pathlib import Path
 from fastcore.basics import patch
-from ..plan.problem import Problem, RecipeError, RunFailed
+from ..plan.problem import Problem, RecipeError, RunFailed, ShardnbError
 from ..plan.recipe import Recipe
 from .cell import Cell, collect
 from .event import EventReader
@@ -131,7 +131,7 @@ def shards(self:Run) -> "pandas.DataFrame":
     import pandas as pd
     return pd.DataFrame([(e["rank"], *row) for e in self.events("shards") for row in e["rows"]], columns=SHARDS)
 
-# %% ../../nbs/run/12_handle.ipynb #83cfeca1
+# %% ../../nbs/run/12_handle.ipynb #4aedcc91
 @patch
 def logs(self:Run,
     rank=0, # a rank, or 'supervisor'
@@ -151,9 +151,13 @@ def checkpoints(self:Run) -> list: # of `SavedCheckpoint`, oldest first
 
 @patch(as_prop=True)
 def result(self:Run) -> dict|None: # name -> value, for the names of `out`; None when there are none
-    "What came back from rank 0; waits for the end"
+    "What came back from rank 0; waits for the end. It is unpickled, which can run code, so the file must be this user's own"
     self.wait()
-    return pickle.loads(self.rundir.result_path.read_bytes()) if self.rundir.result_path.exists() else None
+    if not self.rundir.result_path.exists(): return None
+    with self.rundir.result_path.open("rb") as f:
+        if (owner := os.stat(f.fileno()).st_uid) != os.getuid():
+            raise ShardnbError(f"{self.rundir.result_path} belongs to another user (uid {owner}) and is not unpickled: a pickle can run any code")
+        return pickle.load(f)
 
 # %% ../../nbs/run/12_handle.ipynb #f5f9a6ab
 @patch
@@ -270,7 +274,13 @@ def train(
     run = _start(plan.pop("recipe"), cell, plan | {"sample_prompts": list(sample_prompts)}, sent)
     return run.wait() if wait else run
 
-# %% ../../nbs/run/12_handle.ipynb #e2c2e8a2
+# %% ../../nbs/run/12_handle.ipynb #e5836834
+def _again(run, old, changes):
+    "The recipe as it was written, under the same ranks and precision and into the same folder, with `changes`: what was worked out is worked out anew"
+    given = Recipe.from_yaml(run.plan["given"]) if run.plan.get("given") else old
+    same = {k: v for k in ("nproc", "precision", "output_dir") if (v := getattr(old, k)) is not None}
+    return given.replace(**same | changes)
+
 def _resume_problems(run, old, new, ckpt):
     "Why a run can't be resumed so"
     if not run.ended: yield Problem("resume", run.state, f"run {run.id} is {run.state}; stop it first")
@@ -279,7 +289,7 @@ def _resume_problems(run, old, new, ckpt):
     if "nvme" in str(new.strategy): yield Problem("strategy", new.strategy, "resuming with NVMe offload is refused: DeepSpeed 0.19.8 restores its state wrongly without an error; train with +optim-cpu instead")
     for name in ("strategy", "nproc"):
         if getattr(new, name) != getattr(old, name):
-            yield Problem(name, getattr(new, name), f"a run is resumed under the {name} it had ({getattr(old, name)}); changing it comes in a later version")
+            yield Problem(name, getattr(new, name), f"a run is resumed under the {name} it had ({getattr(old, name)}); start a new run for another one")
     if ckpt and new.max_steps and ckpt.step >= new.max_steps: yield Problem("max_steps", new.max_steps, f"the checkpoint is of step {ckpt.step} already; give a larger max_steps")
 
 @patch
@@ -290,7 +300,7 @@ def resume(self:Run,
     "Go on from the newest complete checkpoint"
     from shardnb.run.planner import plan_run
     old, cell = self.recipe, self.cell
-    new = old.replace(**changes)
+    new = _again(self, old, changes)
     ckpt = next((c for c in reversed(self.checkpoints) if c.complete and (c.path / "trainer_state.json").exists()), None)
     if problems := list(_resume_problems(self, old, new, ckpt)): raise RecipeError(problems)
     plan = plan_run(new, Cell(cell)) | {"resume_from": str(ckpt.path), "resumed": self.id, "sample_prompts": self.plan.get("sample_prompts", [])}

@@ -111,7 +111,7 @@ def _rank_main(path, worker):
         write_error(rundir, rank, e, phase or "importing", step)
         raise
 
-# %% ../../nbs/run/10_launch.ipynb #ca34e377
+# %% ../../nbs/run/10_launch.ipynb #8a0388bb
 STALLED = 30  # s without a sign of life before a rank counts as stuck; a rank gives one every few seconds
 
 class Supervisor:
@@ -137,7 +137,7 @@ class Supervisor:
     def stalled(self) -> list: # ranks
         "Living ranks without a sign of life for `STALLED` seconds while another one gives some"
         ages = {}
-        for r, p in self.procs.items():
+        for r in self.procs:
             try: ages[r] = time.time() - self.rundir.heartbeat_path(r).stat().st_mtime
             except FileNotFoundError: continue  # it has given none yet
         return [r for r, age in sorted(ages.items()) if age > STALLED > 3 * min(ages.values()) and alive(self.procs[r])]

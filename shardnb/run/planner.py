@@ -272,17 +272,24 @@ def recipe_facts(recipe):
     if file: file.parent.mkdir(parents=True, exist_ok=True), write_json(file, facts)
     return facts
 
-# %% ../../nbs/run/03_planner.ipynb #ca81049b
+# %% ../../nbs/run/03_planner.ipynb #c6914b01
 def _class_problems(recipe, facts):
     "Layer classes to wrap that the model lacks"
     return [] if not recipe.fsdp_wrap or any(p[3].startswith("layers.") for p in facts["params"]) else [
         Problem("fsdp_wrap", recipe.fsdp_wrap, "the model has no such layer class", "leave it out for the model's own")]
 
+_TWICE = ("model", "tokenizer", "dataset", "attn_implementation")  # looked at by the recipe and again, more closely, by `model_problems` and `check_dataset`
+def _distinct(problems, said):
+    "`problems` without repetitions, and without a second look at what is wrong already; the first `said` are the recipe's own"
+    wrong = {(p.field, repr(p.value)) for p in problems[:said] if p.field in _TWICE}
+    kept = [*problems[:said], *(p for p in problems[said:] if (p.field, repr(p.value)) not in wrong)]
+    return list({(p.field, repr(p.value), p.message): p for p in kept}.values())
+
 def plan_run(
     recipe, # a Recipe
     cell:Cell=None, # the cell; None: none
     machine:Machine=None, # None: this one
-) -> dict: # for plan.json; `recipe` in it is the YAML of the recipe with every number worked out
+) -> dict: # for plan.json; `recipe` in it is the YAML of the recipe with every number worked out, `given` that of the recipe as it was written
     "Work out and check a run; raises RecipeError with all problems"
     from shardnb.run.data import check_dataset
     from shardnb.run.models import model_problems, weights_dtype
@@ -293,6 +300,7 @@ def plan_run(
     kind, nproc = cell_kind(cell, recipe), recipe.nproc or (len(recipe.gpus) if recipe.gpus else machine.nproc)
     problems += [*_needed(kind, cell, recipe), *_gpu_problems(recipe, machine, nproc)]
     r = attempt(recipe.resolve, nproc, machine.cuda, machine.bf16)
+    said = len(problems)
     problems += model_problems(recipe) if recipe.model else []
     problems += check_dataset(recipe) if recipe.dataset and "train_dataset" not in cell.assigned and kind != "loop" else []
     own_model = kind in ("trainer", "loop") or "model" in cell.assigned
@@ -300,8 +308,8 @@ def plan_run(
     if facts: problems += _class_problems(r, facts)
     found = attempt(settings, r.strategy, r, facts, nproc, machine.cuda) if r and not problems else None
     if found and found["engine"] == "deepspeed" and r.deepspeed: problems += [Problem(*p) for p in Planner.get().call("validate_deepspeed", d=found["deepspeed"], world_size=nproc)]
-    if problems: raise RecipeError(list({(p.field, repr(p.value)): p for p in reversed(problems)}.values())[::-1])  # one for each wrong value
+    if problems: raise RecipeError(_distinct(problems, said))
     s = Strategy.parse(r.strategy)
     held = state_bytes(facts, s, found, r.precision, nproc, weights_dtype(r)) if facts else None
-    return {"v": 1, "recipe": r.to_yaml(), "strategy": s.name, "engine": s.engine, "kind": kind, "model": r.model or ("the cell's" if own_model else None), "dataset": r.dataset, "nproc": nproc, "world_size": nproc,
-            "settings": found, "facts": facts, "state_bytes": held, "machine": str(machine), "cuda": machine.cuda, "device_bytes": machine.device_bytes, "env": rank_env(r, machine, nproc), "notes": [*found["notes"], *no_effect(recipe)]}
+    return {"v": 1, "recipe": r.to_yaml(), "given": recipe.to_yaml(), "strategy": s.name, "engine": s.engine, "kind": kind, "model": r.model or ("the cell's" if own_model else None), "dataset": r.dataset, "nproc": nproc, "world_size": nproc,
+            "settings": found, "facts": facts, "state_bytes": held, "machine": str(machine), "cuda": machine.cuda, "device_bytes": machine.device_bytes, "env": rank_env(r, machine, nproc), "notes": [*found["notes"], *no_effect(recipe, kind, cell.assigned, cell.text)]}

@@ -9,11 +9,12 @@ __all__ = ['COMMANDS', 'Follower', 'memory_lines', 'follow', 'near', 'failure_te
            'runs_command', 'attach_command', 'stop_command', 'logs_command', 'doctor_command', 'demo_command',
            'command_parser', 'usage', 'main']
 
-# %% ../../nbs/ui/04_cli.ipynb #a29f5ec2
+# %% ../../nbs/ui/04_cli.ipynb #e60e41fc
 import sys
 from ..plan.problem import Problem, RecipeError, ShardnbError, nearest
 from .options import OptionParser, add_recipe_options, parse_options, recipe_of
-from .panel import ENDED, _get, text_line, wait_for
+from ..run.handle import ENDED
+from .panel import _get, text_line, wait_for
 
 # %% ../../nbs/ui/04_cli.ipynb #4be97a1c
 class Follower:

@@ -8,7 +8,7 @@ Docs: https://shardnb.github.io/shardnb/ui/picker.html.md"""
 __all__ = ['FIELDS', 'OFFER', 'facts_of', 'states_table', 'states_picture', 'states_html', 'problems_html', 'equal_line_html',
            'field_widget', 'Picker', 'settings_text', 'pick']
 
-# %% ../../nbs/ui/02_picker.ipynb #31d4f10e
+# %% ../../nbs/ui/02_picker.ipynb #3cd9a3dd
 import base64, threading
 from ..plan.machine import Machine
 from ..plan.memory import STATES, states
@@ -17,7 +17,8 @@ from ..plan.recipe import Recipe
 from ..plan.strategy import STRATEGIES, Strategy
 from .figures import png, size_text, states_bars
 from .options import choices_of
-from .panel import ENDED, _CARD, _CELL, _TABLE, _BOX, _CODE, _SOFT, _div, _e, front, Panel
+from ..run.handle import ENDED
+from .panel import _CARD, _CELL, _TABLE, _BOX, _CODE, _SOFT, _div, _e, front, Panel
 
 # %% ../../nbs/ui/02_picker.ipynb #4c219b6c
 FIELDS = {'Model':('model', 'tuning', 'lora_r', 'learning_rate', 'max_steps'),
