@@ -251,7 +251,7 @@ def _start(recipe, cell, plan, inputs):
     LocalLauncher().start(rundir)
     return Run(rundir)
 
-# %% ../../nbs/run/12_handle.ipynb #fb7af970
+# %% ../../nbs/run/12_handle.ipynb #54000711
 def train(
     recipe=None, # a Recipe, a dict, or YAML as text or file
     cell:str=None, # text of a cell to run on every rank; None: the recipe says everything
@@ -267,7 +267,7 @@ def train(
     except RecipeError as e: problems += e.problems
     try: sent = _variables(parsed := Cell(cell), inputs, namespace)
     except RecipeError as e: problems, parsed = [*problems, *e.problems], None
-    if isinstance(recipe, Recipe):
+    if isinstance(recipe, Recipe) and parsed is not None: # what a cell that can't be read would have made isn't missing
         try: plan = plan_run(recipe, parsed)
         except RecipeError as e: problems += e.problems
     if problems: raise RecipeError(problems)

@@ -274,7 +274,7 @@ def model_config(recipe, path: str):
         raise RecipeError([Problem("model", recipe.model, f"{recipe.model!r} is not a causal language model (its model_type is {cfg.model_type})")])
     return cfg
 
-# %% ../../nbs/run/05_models.ipynb #525a10d9
+# %% ../../nbs/run/05_models.ipynb #4139ed77
 def load_model(
     recipe, # its model, revision, dtype, precision, tuning, attn_implementation, trust_remote_code, seed
     on_note: Callable[[str], None]|None = None, # told in words what a person should know (random weights, say)
@@ -293,8 +293,9 @@ def load_model(
     else:
         if config_only(path): path = _random_files(cfg, recipe, say)
         if recipe.tuning == "qlora": kw["quantization_config"] = _quantization(recipe)
-        try: model = AutoModelForCausalLM.from_pretrained(path, revision=recipe.revision, **kw)
+        try: model, found = AutoModelForCausalLM.from_pretrained(path, revision=recipe.revision, output_loading_info=True, **kw)
         except (OSError, ImportError, ValueError) as e: raise _load_error(recipe, e) from e
+        if lost := sorted(found["missing_keys"]): say(f"WARNING: {len(lost)} tensors of {recipe.model} are in none of its files and start from random values: {', '.join(lost[:3])}{', …' if lost[3:] else ''}")
     if recipe.tuning == "qlora": _keep_4bit_layout(model)
     if recipe.model == "demo": say("the demo model's weights were 4-bit (Q4_1) and are dequantized to float32")
     model.config.use_cache = False   # a cache of keys and values only costs memory in training, and packed rows are masked wrongly with it

@@ -92,7 +92,7 @@ def error_path(self:RunDir, rank:int) -> Path: return self.errors_path / f"rank{
 @patch
 def heartbeat_path(self:RunDir, rank:int) -> Path: return self.heartbeats_path / f"rank{rank}"
 
-# %% ../../nbs/run/01_rundir.ipynb #2cbe8ee6
+# %% ../../nbs/run/01_rundir.ipynb #afe44409
 @patch(cls_method=True)
 def home(cls:RunDir,
     path=None, # None: $SHARDNB_HOME, else .shardnb under the working directory
@@ -118,8 +118,10 @@ def create(cls:RunDir,
     home=None, # see `RunDir.home`
 ) -> "RunDir": # the new folder
     "Make the folder of a new run and write what the notebook gives it"
-    top = _private(_private(cls.home(home)) / "runs")
-    if not (top / ".gitignore").exists(): _save(top / ".gitignore", "*\n")
+    try:
+        top = _private(_private(cls.home(home)) / "runs")
+        if not (top / ".gitignore").exists(): _save(top / ".gitignore", "*\n")
+    except OSError as e: raise ShardnbError(f"SHARDNB_HOME: runs can't be written to {cls.home(home)} ({e.strerror}); set SHARDNB_HOME to a folder that can be") from e
     rd = cls(top / new_id((plan or {}).get("strategy") or getattr(recipe, "strategy", None) or "run"))
     rd.path.mkdir(mode=0o700)
     for p in (rd.events_path, rd.logs_path, rd.errors_path, rd.heartbeats_path, rd.checkpoints_path): _private(p)

@@ -48,26 +48,29 @@ def _fit(line):
     width = shutil.get_terminal_size((120, 24)).columns-1
     return line if len(line)<=width else line[:width-1]+'…'
 
-# %% ../../nbs/ui/04_cli.ipynb #e5d4954b
+# %% ../../nbs/ui/04_cli.ipynb #1e6dd8f8
 def memory_lines(
     run, # a `Run`
 )->list: # text lines
     "The peak of each rank, or what it held after its last step, by category"
     from shardnb.ui.figures import memory_rows, size_text
     rows = memory_rows(run.memory); rows = [r for r in rows if r[2]=='peak'] or [r for r in rows if r[2]=='after_step']
-    held = lambda parts, total: ', '.join(f'{c} {size_text(v)}' for c,v in parts.items() if v)+(f'; total {size_text(total)}' if total else '')
+    held = lambda parts, total: ', '.join(f'{c} {size_text(v)}' for c,v in parts.items() if v)+(f'; total without context {size_text(total)}' if total else '')
     return [f'  rank {rank} {place} {moment.replace("_", " ")}: {held(parts, total)}' for rank,place,moment,parts,total in rows]
 
 def follow(
     run, # a `Run`
     out=None, # a text stream; None: standard output
-)->int: # 0 done or stopped, 1 failed or lost
+)->int: # 0 done, 1 failed or lost, 130 stopped before its end, as for a command that was interrupted
     "Follow `run` to its end in lines of text"
     f = Follower(out); wait_for(run, f)
     if f.tty: print(file=f.out)
     for line in memory_lines(run): f.say(line)
     if run.state in ('failed', 'lost'): f.say(failure_text(run)); return 1
     for c in run.events('checkpoint')[-1:]: f.say(f'saved: {near(run.dir/c["path"])}')
+    if run.state == 'stopped':
+        f.say(f'stopped before its end; to go on: python -c "import shardnb; shardnb.attach({run.id!r}).resume(wait=True)"')
+        return 130
     return 0
 
 def near(
