@@ -480,7 +480,7 @@ def test_one_rule_for_the_loaded_dtype():
     ("loop", [], "lr = recipe.learning_rate", {"max_grad_norm", "report_to", "logging_steps"}),
     ("recipe", [], "", set())])
 def test_what_a_cell_leaves_unread_is_said_once(kind, assigned, text, silent):
-    from shardnb.plan.recipe import no_effect
+    from shardnb.plan.effect import no_effect
     r = Recipe(learning_rate=1e-4, max_grad_norm=.5, report_to=["all"], logging_steps=2, micro_batch=2, seed=3, precision="fp32", timeout=60, out=["x"])
     said = [n.split()[0] for n in no_effect(r, kind, assigned, text)]
     assert sorted(said) == sorted(silent)
@@ -488,7 +488,7 @@ def test_what_a_cell_leaves_unread_is_said_once(kind, assigned, text, silent):
 
 
 def test_configuration_of_what_has_none():
-    from shardnb.plan.recipe import no_effect
+    from shardnb.plan.effect import no_effect
     assert no_effect(Recipe(dataset="demo", dataset_config="x")) == ["dataset_config has no effect: demo has no configurations"]
     assert no_effect(Recipe(dataset="owner/name", dataset_config="x")) == []
 

@@ -8,7 +8,7 @@ Docs: https://shardnb.github.io/shardnb/run/planner.html.md"""
 __all__ = ['IDLE', 'CALLS', 'layer_classes', 'fsdp_units', 'describe', 'describe_module', 'model_facts', 'Planner', 'cell_kind',
            'recipe_facts', 'plan_run']
 
-# %% ../../nbs/run/03_planner.ipynb #1e57aea4
+# %% ../../nbs/run/03_planner.ipynb #eff7fb03
 import atexit, hashlib, json, os, re, select, subprocess, tempfile, threading, time
 from dataclasses import astuple
 from pathlib import Path
@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from ..plan.machine import Machine
 from ..plan.memory import state_bytes
 from ..plan.problem import PlanError, Problem, RecipeError
-from ..plan.recipe import no_effect
+from ..plan.effect import no_effect
 from ..plan.strategy import Strategy, settings
 from .cell import Cell
 from .event import plain
