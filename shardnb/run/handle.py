@@ -75,7 +75,7 @@ class Run:
         found = list(self._events.get(kind, ())) if kind else sorted((e for es in self._events.values() for e in es), key=lambda e: e["t"])
         return found if rank is None else [e for e in found if e["rank"] == rank]
 
-# %% ../../nbs/run/12_handle.ipynb #a01ce258
+# %% ../../nbs/run/12_handle.ipynb #d4d6be5d
 @patch(as_prop=True)
 def recipe(self:Run) -> Recipe:
     "The recipe, every number worked out"
@@ -96,6 +96,11 @@ def pids(self:Run) -> dict: # rank -> process id
     "The ranks' processes while they live"
     ranks = (read_json(self.rundir.state_path) or {}).get("ranks", {})
     return {int(r): p["pid"] for r, p in ranks.items() if alive(p)}
+
+@patch(as_prop=True)
+def stalled(self:Run) -> list: # ranks
+    "Ranks that haven't moved for 30 s while the run is on"
+    return (read_json(self.rundir.state_path) or {}).get("stalled", []) if self.state in ("running", "stopping") else []
 
 @patch(as_prop=True)
 def error(self:Run) -> RunError|None:

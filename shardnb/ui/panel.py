@@ -8,14 +8,13 @@ Docs: https://shardnb.github.io/shardnb/ui/panel.html.md"""
 __all__ = ['summary', 'text_line', 'header_html', 'notes_html', 'error_html', 'shards_html', 'settings_html', 'log_html',
            'static_bundle', 'Panel', 'front', 'wait_for', 'show_panel']
 
-# %% ../../nbs/ui/01_panel.ipynb #cf9eee4c
+# %% ../../nbs/ui/01_panel.ipynb #29f92283
 import base64, html, re, sys, threading, time
 from ..run.event import PHASES
 from ..run.handle import ENDED
-from ..run.rundir import read_json
 from .figures import new_figure, png, run_figure, run_title, size_text, time_text
 
-# %% ../../nbs/ui/01_panel.ipynb #48835ab8
+# %% ../../nbs/ui/01_panel.ipynb #9eb93795
 def summary(
     run, # a `Run`
 )->dict: # state, phase, phases, step, total, eta_s, loss, tokens_per_s, step_s, peak, doing, cpu
@@ -40,8 +39,7 @@ def summary(
     progress = run.events('progress')
     begun = max((e['t'] for e in run.events('phase') if e['state']=='begin'), default=0)
     if progress and progress[-1]['t']>=begun and state not in ENDED: out['doing'] = _doing(progress[-1])
-    stalled = (read_json(run.rundir.state_path) or {}).get('stalled') if state in ('running', 'stopping') else None
-    if stalled: out['doing'] = f'{"rank" if len(stalled)==1 else "ranks"} {", ".join(map(str, stalled))} {"has" if len(stalled)==1 else "have"} not moved for 30 s'
+    if stalled := run.stalled: out['doing'] = f'{"rank" if len(stalled)==1 else "ranks"} {", ".join(map(str, stalled))} {"has" if len(stalled)==1 else "have"} not moved for 30 s'
     effective = run.events('effective')
     out['cpu'] = bool(effective) and str(effective[-1].get('device', 'cpu')).startswith('cpu')
     return out
