@@ -18,9 +18,9 @@ from transformers import PrinterCallback, TrainerCallback
 
 from .probe import Clock, Probe
 
-# %% ../../nbs/run/08_observer.ipynb #f4182adb
+# %% ../../nbs/run/08_observer.ipynb #1baa2389
 FIRST_STEPS = 3      # steps that are always measured: the second is the first with optimizer states, the third is like all that follow
-SHARE = .01          # of the time may go into measuring; after the first steps a step is measured only while less went into it
+SHARE = .0025        # of the time may go into measuring; after the first steps a step is measured only while less went into it (about one in two seconds)
 THINNING = 500       # and at most one step is measured in a 500th of the run's age: after 10 hours one every 72 s
 SHARD_ROWS = 400     # rows of the table of slices that are written; the event says how many there are
 
