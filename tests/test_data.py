@@ -49,12 +49,12 @@ def test_every_kind_of_file_gives_the_same_rows(tmp_path, suffix):
 
 
 BAD = {   # name of the file: content, what the one message must hold
-    "missing.jsonl": (None, "there is no such file"),
+    "missing.jsonl": (None, "there is no file or folder"),
     "empty.jsonl": ("", "the file is empty"),
     "blank.jsonl": ("\n\n", "holds no rows"),
     "none.json": ("[]", "holds no rows"),
-    "broken.jsonl": ('{"text": "a"}\n{"text": "b"\n', "line 2: not valid JSON"),
-    "broken.json": ('[{"text": "a"},\n {"text": }]', "line 2: not valid JSON"),
+    "broken.jsonl": ('{"text": "a"}\n{"text": "b"\n', "broken JSON on line 2"),
+    "broken.json": ('[{"text": "a"},\n {"text": }]', "broken JSON on line 2"),
     "list.jsonl": ('{"text": "a"}\n["b"]\n', "line 2: must be an object"),
     "latin1.jsonl": ('{"text": "a"}\n{"text": "ä"}\n'.encode("latin1"), "line 2: not UTF-8"),
     "number.jsonl": ([{"text": "a"}, {"text": 3}], "line 2: text must be a string, not int"),
@@ -84,8 +84,8 @@ def test_a_malformed_file_is_one_clear_problem(tmp_path, name):
 
 
 def test_names_that_are_no_dataset():
-    assert "neither a file nor a hub id" in str(check_dataset(Recipe(dataset="two words"))[0])
-    assert check_dataset(Recipe(dataset="owner/name")) == []   # on the hub: seen when it is loaded
+    assert "neither a hub id (owner/name) nor a path" in str(check_dataset(Recipe(dataset="two words"))[0])
+    assert "nor in the cache of the hub" in str(check_dataset(Recipe(dataset="owner/name"))[0])   # these tests are offline
 
 
 def test_a_system_prompt_goes_where_there_is_none(tmp_path):

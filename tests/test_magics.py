@@ -64,6 +64,8 @@ def test_loading_twice_and_unloading(kernel):
     ("%shardtrain --model 'tiny", ["quote"]),
     ("%shardtrain", ["needs a recipe"]),
     ("%shardtrain missing.yaml", ["missing.yaml"]),
+    ("%shardplan", ["model", "is needed"]),
+    ("%shardplan --model tiny --tuning lorra --machine 4xA1000", ["2 problems", "did you mean 'lora'", "A100"]),
     ("%%shardtrain --model tiny --dataset demo --nproc many\nx = 1", ["nproc", "many"]),
 ])
 def test_a_bad_line_is_one_clear_error(kernel, line, words):
@@ -83,6 +85,8 @@ def test_help_lists_the_fields(kernel):
     ("%%shardtrain --model tiny --tuning l", None, ["lora"]),
     ("%%shardtrain --strategy zero2+", None, ["zero2+optim-cpu"]),
     ("%shardpick --tun", None, ["--tuning"]),
+    ("%shardplan --mach", None, ["--machine"]),
+    ("%shardplan --machine 2xRTX4", None, ["2xRTX4090-24GB"]),
 ])
 def test_completion(kernel, code, pos, want):
     assert kernel.complete(code, pos) == want
@@ -101,8 +105,8 @@ def test_completion_is_quick(kernel):
 
 
 @pytest.mark.parametrize("words, said", [
-    (["train", "--model", "tiny", "--dataset", "demo", "--cell", "missing.py"], ["--cell", "'missing.py' can't be read", "No such file"]),
-    (["logs", "2026", "--rank", "x"], ["--rank", "'x' is not a rank", "supervisor"]),
+    (["train", "--model", "tiny", "--dataset", "demo", "--cell", "missing.py"], ["--cell", "there is no file or folder 'missing.py'"]),
+    (["logs", "2026", "--rank", "x"], ["id: no run '2026'"]),
 ])
 def test_a_bad_word_on_the_command_line_is_one_clear_error(words, said, capsys):
     from shardnb.ui.cli import main

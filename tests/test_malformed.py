@@ -154,6 +154,12 @@ PLANNED = [
     ("folder without a config", dict(OK, model="{d}/no_config"), "model", "config.json"),
     ("adapters on modules that aren't there", dict(OK, tuning="lora", lora_target_modules=["query"]), "lora_target_modules", "q_proj"),
     ("layer class that the model lacks", dict(OK, strategy="fsdp", fsdp_wrap=["GPT2Block"]), "fsdp_wrap", "no such layer class"),
+    ("dataset that isn't here, offline", dict(OK, dataset="sqaud"), "dataset", "HF_HUB_OFFLINE is set"),
+    ("dataset of an owner, offline", dict(OK, dataset="nobody/nothing"), "dataset", "nor in the cache of the hub"),
+    ("slip in a built-in dataset", dict(OK, dataset="deom"), "dataset", "did you mean 'demo'"),
+    ("slip in a built-in model", dict(OK, model="tinny"), "model", "did you mean 'tiny'"),
+    ("tokenizer that isn't here, offline", dict(OK, tokenizer="nobody/nothing"), "tokenizer", "HF_HUB_OFFLINE is set"),
+    ("folder without a tokenizer", dict(OK, tokenizer="{d}/no_type"), "tokenizer", "has no tokenizer"),
     ("two at once", dict(OK, dataset="{d}/empty.jsonl", precision="fp16"), "precision", "fp16 needs a GPU"),
 ]
 

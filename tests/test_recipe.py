@@ -127,7 +127,7 @@ def test_bf16_keeps_fp32_masters(name):
     s = settings(name, r, SMOL, 2)
     assert r.dtype == "float32"
     if s["engine"] == "deepspeed": assert s["deepspeed"]["bf16"] == {"enabled": True}
-    if s["engine"] == "fsdp": assert s["fsdp"]["param_dtype"] == "bfloat16" and s["fsdp"]["output_dtype"] == "float32"
+    if s["engine"] == "fsdp": assert s["fsdp"]["param_dtype"] == "bfloat16" and s["fsdp"]["output_dtype"] is None and s["fsdp"]["sync_each_batch"]
 
 
 def test_default_precision_follows_the_device():

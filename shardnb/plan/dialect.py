@@ -31,8 +31,8 @@ FLAT = {
     "distributed_strategy": "strategy", "nproc_per_node": "nproc", "num_processes": "nproc", "num_gpus": "nproc",
     "gradient_checkpointing": "activation_checkpointing", "fsdp_transformer_layer_cls_to_wrap": "fsdp_wrap", "ddp_timeout": "timeout"}
 
-# %% ../../nbs/plan/03_dialect.ipynb #8360b6ea
-_NOTHING = {"do_train": "shardnb always trains", "overwrite_output_dir": "each run has its own folder", "use_cpu": "the machine decides",
+# %% ../../nbs/plan/03_dialect.ipynb #81e35d1d
+_NOTHING = {"do_train": "shardnb always trains", "overwrite_output_dir": "an earlier model is never overwritten", "use_cpu": "the machine decides",
             "no_cuda": "the machine decides",
             "ddp_find_unused_parameters": "the worker sets it", "remove_unused_columns": "the worker sets it", "logging_first_step": "every step is logged",
             "gradient_checkpointing_kwargs": "reentrancy follows the strategy", "low_cpu_mem_usage": "loading follows the strategy",

@@ -8,9 +8,9 @@ Docs: https://shardnb.github.io/shardnb/plan/memory.html.md"""
 __all__ = ['CATEGORIES', 'STATES', 'Widths', 'widths', 'zero12_slice', 'zero3_slice', 'fsdp_rows', 'state_bytes',
            'MemoryBreakdown', 'states']
 
-# %% ../../nbs/plan/06_memory.ipynb #544e4034
+# %% ../../nbs/plan/06_memory.ipynb #43f901b1
 import math
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from .strategy import Strategy
 
@@ -117,23 +117,43 @@ def _zero3(s, ds, w, train, still, n):
     bucket = int((ds.get("zero_optimization") or {}).get("reduce_bucket_size") or 0)
     return dict(params=t * w.param + cut(still) * w.frozen, grads=t * (w.grad + (4 if "optim" in s.offload else 0)), optimizer=t * (w.master + 2 * w.moment), **({"comm": bucket * w.param} if bucket else {}))
 
-# %% ../../nbs/plan/06_memory.ipynb #f135fe1c
+# %% ../../nbs/plan/06_memory.ipynb #f113cb50
 @dataclass(frozen=True)
 class MemoryBreakdown:
-    "Bytes of one rank by category, on the device and on the host."
-    device: dict                                # category -> bytes
-    host: dict = field(default_factory=dict)    # category -> bytes; what an offload moved there
-    peak_at: str = "states"                     # moment the numbers belong to; 'states' when only model states were counted
+    "Bytes of one rank by category, on the device and on the host, at the moment of its peak."
+    device: dict                                # category -> bytes; a prediction leaves 'reserved' and 'context' to `band`
+    host: dict = field(default_factory=dict)    # category -> bytes; what an offload moved there, by rule
+    peak_at: str = "states"                     # 'load', 'forward', 'backward' or 'step'; 'states' when only model states were counted
     source: str = "predicted"                   # 'predicted' or 'measured'
+    exact: bool = False                         # worked out by the engine's own code on fake tensors
+    phases: dict = field(default_factory=dict)  # moment -> {category: bytes} on the device: the peaks of 'load', 'forward', 'backward', 'step', and the probe's marks
+    band: tuple = (0, 0)                        # least and most that CUDA's context and its allocator's reserve may add, bytes; nothing on a CPU
+    notes: tuple = ()                           # what was assumed, and what isn't modelled
 
     @property
     def peak(self) -> int: return sum(self.device.values())       # bytes on the device
     @property
     def host_peak(self) -> int: return sum(self.host.values())    # bytes on the host
+    @property
+    def worst(self) -> int: return self.peak + self.band[1]       # bytes on the device that a verdict reckons with
+    @property
+    def largest(self) -> str: return max(self.device, key=self.device.get, default="") # the category that takes most
+
+    def to_json(self) -> dict: return asdict(self)
+
+    @classmethod
+    def from_json(cls, d: dict) -> "MemoryBreakdown": # d: from `to_json`, also after JSON
+        "The breakdown again."
+        return cls(**{**d, "band": tuple(d["band"]), "notes": tuple(d["notes"])})
 
     def __repr__(self):
-        one = lambda d: ", ".join(f"{k} {v / 2**20:,.1f}" for k, v in d.items())
+        one = lambda d: ", ".join(f"{k} {v / 2**20:,.1f}" for k, v in d.items() if v)
         return f"{self.source} ({self.peak_at}), MiB: device {one(self.device)}" + (f"; host {one(self.host)}" if self.host else "")
+
+    def figure(self, limit=None): # limit: bytes that a rank has, a line; returns a matplotlib figure
+        "The bytes of each phase of a step as stacked bars."
+        from shardnb import upstairs
+        return upstairs("MemoryBreakdown.figure")(self, limit)
 
 def states(
     facts: dict,            # model facts

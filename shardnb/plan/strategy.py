@@ -100,7 +100,7 @@ def _bad_offload(text, base, o):
     elif why is None: why = f"DeepSpeed has NVMe offload at stage 3 only (at stage {base[4]} it would quietly use the CPU)"
     return Problem("strategy", text, f"{base} has no '+{o}': {why}", ", ".join([base, *(f"{base}+{h}" for h in have)]), near)
 
-# %% ../../nbs/plan/01_strategy.ipynb #71aef89a
+# %% ../../nbs/plan/01_strategy.ipynb #d6d5afde
 def _parse_strategy(text):
     "(Strategy or None, problems)"
     if isinstance(text, Strategy): return text, []
@@ -109,7 +109,7 @@ def _parse_strategy(text):
     base = _base_name(first)
     if base in _HYBRID:
         return None, [Problem("strategy", text, f"'{text}' (hybrid sharding) needs more than one node axis; not supported yet", ", ".join(STRATEGIES), "fsdp")]
-    if base == "auto": return None, [Problem("strategy", text, "shardnb doesn't choose a strategy ('auto'): name one; the picker shows what each of them needs", ", ".join(STRATEGIES))]
+    if base == "auto": return None, [Problem("strategy", text, "'auto' lets the plan choose a strategy (plan.advise.choose); here one has to be named", ", ".join(STRATEGIES))]
     base, *implied = base.split("+")
     if base not in STRATEGIES:
         near = nearest(base, STRATEGIES) or nearest(base, _ALIASES)
@@ -191,7 +191,7 @@ def _deepspeed_json(s, recipe, facts, world_size, cuda):
             "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
             "steps_per_print": 10**9, "wall_clock_breakdown": False}
 
-# %% ../../nbs/plan/01_strategy.ipynb #f1b310fd
+# %% ../../nbs/plan/01_strategy.ipynb #bf2e256b
 def _fsdp_settings(s, recipe, facts):
     "Settings for FSDP2's `fully_shard`, in Transformers' names where it has one."
     mixed = recipe.precision in ("bf16", "fp16")
@@ -199,7 +199,7 @@ def _fsdp_settings(s, recipe, facts):
             "transformer_layer_cls_to_wrap": list(recipe.fsdp_wrap or (facts or {}).get("layer_classes") or []), "keep": list(recipe.fsdp_keep),
             "state_dict_type": "FULL_STATE_DICT" if recipe.save_only_model else "SHARDED_STATE_DICT", "offload_params": bool(s.offload),
             "cpu_ram_efficient_loading": False, "activation_checkpointing": False,
-            "param_dtype": COMPUTE[recipe.precision] if mixed else None, "output_dtype": "float32" if mixed else None,
+            "param_dtype": COMPUTE[recipe.precision] if mixed else None, "output_dtype": None, "sync_each_batch": True,
             "reduce_dtype": recipe.reduce_dtype or ("float32" if mixed else None), "fp32_norms": bool(recipe.fp32_norms and mixed)}
 
 # %% ../../nbs/plan/01_strategy.ipynb #6915bd5f

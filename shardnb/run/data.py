@@ -6,9 +6,9 @@ Docs: https://shardnb.github.io/shardnb/run/data.html.md"""
 
 # %% auto #0
 __all__ = ['has_markers', 'tokenize', 'load_rows', 'tokenize_rows', 'pad_to_full_batches', 'order_indices', 'RowOrder',
-           'collator_for', 'preview', 'preview_text', 'preview_html']
+           'collator_for', 'preview', 'preview_text', 'preview_html', 'Preview', 'previewed']
 
-# %% ../../nbs/run/06_data.ipynb #aebedcb5
+# %% ../../nbs/run/06_data.ipynb #de27bbe8
 import hashlib
 import html
 import json
@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ..plan.place import is_path
 from ..plan.problem import Problem, RecipeError
 from .demo import PINNED, demo_note
-from .formats import RowError, is_file_name, raw_rows, rows
+from .formats import RowError, raw_rows, rows
 from .formats import check_dataset as check_dataset, format_of as format_of   # offered here too
 from .models import build_once, cache_dir, load_tokenizer
 
@@ -86,7 +87,7 @@ def tokenize(
     n = recipe.max_length or len(ids)
     return {"input_ids": ids[:n], "labels": labels[:n], "length": len(ids), "complete": complete}
 
-# %% ../../nbs/run/06_data.ipynb #a1188ef7
+# %% ../../nbs/run/06_data.ipynb #d306c59e
 _FIELDS = ("dataset", "dataset_config", "split", "dataset_format", "max_length", "packing", "system_prompt", "assistant_only_loss", "eval_share",
     "max_samples", "seed")   # the recipe's fields that change the rows
 
@@ -97,7 +98,7 @@ def _source(recipe) -> list: # changes when the data change
     if name == "demo": return ["demo", PINNED, demo_note()]
     if p.is_file(): return [str(p.resolve()), p.stat().st_size, p.stat().st_mtime_ns]
     if p.is_dir(): return sorted([str(q.relative_to(p)), q.stat().st_size, q.stat().st_mtime_ns] for q in p.rglob("*") if q.is_file())
-    if is_file_name(name): return [name]
+    if is_path(name): return [name]
     import datasets
     try: return [name, datasets.load_dataset_builder(name, recipe.dataset_config).hash]
     except Exception: return [name]   # what is wrong with it is said when its rows are read
@@ -315,7 +316,7 @@ def preview(
         "cut": int(sum(d["length"] > len(d["input_ids"]) for d in done)), "trained_share": round(on / max(1, kept), 4)}
     return {"lengths": lengths, "rows": [_pieces(tok, d["input_ids"], d["labels"]) for d in done[:n]], "max_length": recipe.max_length, "notes": notes}
 
-# %% ../../nbs/run/06_data.ipynb #86c7df56
+# %% ../../nbs/run/06_data.ipynb #03e0679e
 def _summary(p: dict) -> str:
     "The lengths of a preview in a sentence"
     s = p["lengths"]
@@ -332,3 +333,16 @@ def preview_html(p: dict) -> str: # what is trained on is marked
     def mark(t, on): return f"<mark>{html.escape(t)}</mark>" if on else html.escape(t)
     boxes = ['<pre style="white-space:pre-wrap;border:1px solid #8884;padding:.5em">' + "".join(mark(*x) for x in row) + "</pre>" for row in p["rows"]]
     return "".join(f"<p>{html.escape(t)}</p>" for t in [_summary(p), *p["notes"]]) + "".join(boxes)
+
+class Preview(dict):
+    "What `preview` found, shown as text or as HTML"
+    def __repr__(self): return preview_text(self)
+    def _repr_html_(self): return preview_html(self)
+
+def previewed(
+    recipe, # a Recipe
+    n: int = 3, # rows to show
+) -> Preview:
+    "`preview`, asked of the planner's process: what `Recipe.preview` does"
+    from shardnb.run.planner import Planner
+    return Preview(Planner.get().call("preview", recipe=recipe.to_yaml(), n=n))

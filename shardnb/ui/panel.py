@@ -8,11 +8,11 @@ Docs: https://shardnb.github.io/shardnb/ui/panel.html.md"""
 __all__ = ['summary', 'text_line', 'header_html', 'notes_html', 'error_html', 'shards_html', 'settings_html', 'log_html',
            'static_bundle', 'Panel', 'front', 'wait_for', 'show_panel']
 
-# %% ../../nbs/ui/01_panel.ipynb #29f92283
+# %% ../../nbs/ui/01_panel.ipynb #dd149748
 import base64, html, re, sys, threading, time
 from ..run.event import PHASES
 from ..run.handle import ENDED
-from .figures import new_figure, png, run_figure, run_title, size_text, time_text
+from .figures import new_figure, png, prediction_text, run_figure, run_title, size_text, time_text
 
 # %% ../../nbs/ui/01_panel.ipynb #9eb93795
 def summary(
@@ -92,7 +92,7 @@ def _phases(s):
         out.append(_span(look, _e(p), f' {time_text(t)}' if t and t>=.05 else '', ' …' if now else ''))
     return ' <span style="color:#b6bac2">›</span> '.join(out)
 
-# %% ../../nbs/ui/01_panel.ipynb #4ccb5050
+# %% ../../nbs/ui/01_panel.ipynb #8c5e9752
 def header_html(
     run, # a `Run`
 )->str: # an HTML card
@@ -105,6 +105,7 @@ def header_html(
         stats += [_stat('loss', f'{s["loss"]:.4g}'), _stat('tokens/s', f'{s["tokens_per_s"]:,.0f}'), _stat('a step', time_text(s['step_s']))]
     if s['peak']: stats.append(_stat('peak of a rank', size_text(s['peak'])))
     small = [_e(s['doing'])] if s['doing'] else []
+    if off := prediction_text(run): small.append(_e(off))
     if s['cpu']: small.append('CPU speed is not GPU speed: compare memory and loss here, not seconds.')
     badge = _span(f'background:{colour};color:#fff;border-radius:10px;padding:1px 10px;font-size:12px;font-weight:600', _e(s['state']))
     bar = _div('height:6px;background:#e9ebef;border-radius:3px;margin-bottom:7px',

@@ -1,0 +1,282 @@
+"A plan as people see it: the figure, `%shardplan`, `shardnb plan`, the picker that never blocks, and the prediction beside the run."
+import json
+import sys
+import threading
+import time
+from types import SimpleNamespace
+
+import pandas as pd
+import pytest
+
+from shardnb.plan.advise import Plan
+from shardnb.plan.memory import MemoryBreakdown
+from shardnb.plan.problem import Problem, RecipeError, ShardnbError
+from shardnb.plan.recipe import Recipe
+from shardnb.ui import figures as F
+from shardnb.ui.picker import Picker
+
+G = 2**30
+
+
+def breakdown(host=0, band=(G // 4, G), **parts):
+    return MemoryBreakdown({c: n * G for c, n in parts.items()}, dict(optimizer=host * G) if host else {}, peak_at="backward", band=band)
+
+
+def a_plan(fits=("tight", "yes", "no"), limit=24, band=(G // 4, G), **changes):
+    "Three strategies; the second is recommended"
+    made = {"zero3": breakdown(params=4, grads=4, optimizer=12, activations=2, band=band), "zero3+optim-cpu": breakdown(params=4, activations=2, host=16, band=band),
+            "ddp": breakdown(params=8, grads=8, optimizer=32, activations=2, band=band)}
+    rows = [dict(strategy=n, label=n, nproc=2, fits=f, why="because", peak_bytes=b.peak, worst_bytes=b.worst, host_bytes=b.host_peak, limit_bytes=limit * G, comm_bytes_per_step=G,
+                 relative_step_time=1.0, largest=b.largest, suggestion=None) for (n, b), f in zip(made.items(), fits)]
+    best = None if "yes" not in fits else "zero3+optim-cpu"
+    return Plan(**dict(title="<b>two</b> GPUs", best=best, why=f"{best} fits", rows=rows, breakdowns=made, best_label=best, nproc=2) | changes)
+
+
+def lines(ax):
+    "(x, from, to) of the pieces of the capacity line"
+    return [(s[0][0], s[0][1], s[1][1]) for c in ax.collections if c.get_label() == "capacity" for s in c.get_segments()]
+
+
+def words(fig):
+    return [t.get_text() for ax in fig.axes for t in ax.texts]
+
+
+def test_figure_has_a_hatched_bar_for_each_part_and_one_capacity_line():
+    p = a_plan()
+    fig = p.figure()
+    ax = fig.axes[0]
+    bars = [b for b in ax.patches if b.get_hatch()]
+    assert len(bars) == sum(len(b.device) for b in p.breakdowns.values()) == 10
+    assert len({b.get_y() for b in bars}) == len(p) == 3
+    assert [x for x, *_ in lines(ax)] == [24 * G] * 3
+    assert [(a, b) for _, a, b in lines(ax)] == [(-.5, .5), (.5, 1.5), (1.5, 2.5)]   # the pieces join
+    assert "matplotlib.pyplot" not in sys.modules
+
+
+def test_figure_says_the_verdict_the_host_and_the_recommendation_in_words():
+    said = words(a_plan().figure())
+    assert [w for w in said if w.startswith("▸")] == ["▸ zero3+optim-cpu"]
+    assert "22.0 to 23.0 GiB · tight" in said and "6.00 to 7.00 GiB + 16.0 GiB host · fits" in said and "50.0 to 51.0 GiB · doesn't fit" in said
+
+
+def test_whiskers_reach_the_worst_case():
+    ends = sorted({round(max(x.get_xdata()) / G) for x in a_plan().figure().axes[0].lines})
+    assert ends == [7, 23, 51]
+
+
+def test_capacity_far_away_is_an_arrow_and_one_that_differs_jumps():
+    far = a_plan(limit=500).figure()
+    assert not lines(far.axes[0]) and any("500 GiB →" in w for w in words(far))
+    p = a_plan()
+    p.rows[2]["limit_bytes"] = 48 * G
+    assert [x / G for x, *_ in lines(p.figure().axes[0])] == [24, 24, 48]
+    assert any("of 48.0 GiB" in w for w in words(p.figure()))
+
+
+def test_without_a_gpu_the_host_is_in_the_bar():
+    fig = a_plan(band=(0, 0)).figure()
+    assert "22.0 GiB · fits" in words(fig) and not any("host" in w for w in words(fig)) and not fig.axes[0].lines
+
+
+def test_breakdown_has_a_bar_for_each_phase():
+    phases = dict(load=dict(params=G), forward=dict(params=G, activations=G), backward=dict(params=G, grads=G, activations=G), step=dict(params=G, grads=G))
+    b = MemoryBreakdown(phases["backward"], peak_at="backward", phases=phases, band=(0, G))
+    said = words(b.figure(limit=6 * G))
+    assert [w.split()[0] for w in said if w.split()[0] in phases] == list(phases) and "backward (the peak)" in said
+    assert "3.00 to 4.00 GiB" in said
+    assert not any(p.get_hatch() for p in MemoryBreakdown(phases["step"], source="measured").figure().axes[0].patches)
+
+
+def test_page_is_static_and_escaped():
+    page = a_plan()._repr_html_()
+    assert "<b>two</b>" not in page and "&lt;b&gt;two" in page
+    assert "data:image/png" in page and "widget" not in page and page.count("<tr") == 4
+
+
+def run_with(predicted, steps=(1, 2, 3)):
+    rows = [(s, r, "device", c, b, "peak") for s in steps for r in (0, 1) for c, b in dict(params=6 * G, total=(20 if s < 3 else 10) * G + r * G).items()]
+    return SimpleNamespace(memory=pd.DataFrame(rows, columns=["step", "rank", "place", "category", "bytes", "moment"]), predicted=predicted)
+
+
+def test_error_counts_from_the_third_step():
+    run = run_with(breakdown(params=6, activations=4))
+    assert F.prediction_text(run) == "predicted 10.0 GiB at backward, measured 11.0 GiB: off by -9.1 %"
+    assert F.prediction_text(run_with(breakdown(params=6), steps=(1, 2))) == "predicted 6.00 GiB at backward"
+    assert F.prediction_text(run_with(None)) == ""
+
+
+def test_predicted_bars_are_hatched_beside_measured_ones():
+    rows = F.beside(F.memory_rows(run_with(None).memory), breakdown(params=6, activations=4))
+    assert [r[2] for r in rows] == ["peak", "predicted"] * 2
+    fig = F.new_figure()
+    F.memory_bars(fig.add_subplot(), rows)
+    hatched = [p for p in fig.axes[0].patches if p.get_hatch()]
+    assert len(hatched) == 4 and {p.get_width() / G for p in hatched} == {6, 4}
+
+
+def test_a_run_tells_what_was_predicted(tmp_path, monkeypatch):
+    from shardnb.run.handle import Run
+    from shardnb.run.rundir import RunDir
+    monkeypatch.setenv("SHARDNB_HOME", str(tmp_path))
+    b = breakdown(params=6, host=2)
+    recipe = Recipe(model="tiny", dataset="demo")
+    assert Run(RunDir.create(recipe, plan={"predicted": json.loads(json.dumps(b.to_json()))})).predicted == b
+    assert Run(RunDir.create(recipe, plan={"predicted": None})).predicted is None
+
+
+@pytest.fixture
+def answers(monkeypatch):
+    "What the planner would say, without one: called with (recipe, machine)"
+    import shardnb.run.forecast as forecast
+    asked = []
+
+    def answer(plan):
+        monkeypatch.setattr(forecast, "plan", lambda recipe, machine=None: asked.append((recipe, machine)) or plan)
+        return asked
+    return answer
+
+
+@pytest.fixture
+def command(capsys):
+    from shardnb.ui.cli import main
+
+    def run(line):
+        code = main(line.split())
+        return (code, *capsys.readouterr())
+    return run
+
+
+def test_command_prints_table_recommendation_and_the_line_to_run(answers, command):
+    asked = answers(a_plan(changes={"activation_checkpointing": False}))
+    code, out, err = command("plan --model tiny --dataset demo --machine 2xRTX4090")
+    assert (code, err) == (0, "") and asked[0][1].name == "2xRTX4090-24GB"
+    assert "zero3+optim-cpu fits" in out and "▸" in out
+    assert "to train so: shardnb train --model tiny --dataset demo --strategy zero3+optim-cpu --no-activation-checkpointing" in out
+
+
+def test_command_as_json_is_the_plan(answers, command):
+    answers(a_plan())
+    code, out, _ = command("plan --model tiny --json")
+    assert code == 0 and repr(Plan.from_json(json.loads(out))) == repr(a_plan())
+
+
+def test_exit_code_is_1_when_nothing_fits_and_the_help_says_so(answers, command):
+    answers(a_plan(fits=("no", "no", "no")))
+    assert command("plan --model tiny")[0] == 1
+    assert "1 when none does" in __import__("shardnb.ui.cli").ui.cli.command_parser("plan").format_help()
+
+
+def test_all_problems_of_recipe_and_machine_are_one_error(answers, command):
+    answers(a_plan())
+    code, out, err = command("plan --model tiny --precision bf17 --machine 4xA1000-80GB")
+    assert (code, out) == (2, "") and "2 problems" in err and "bf16" in err and "A100-80GB" in err
+
+
+def test_magic_returns_the_plan_and_shows_it_once(answers, capsys):
+    from IPython.core.interactiveshell import InteractiveShell
+    from shardnb.ui.magics import load_ipython_extension, unload_ipython_extension
+    answers(a_plan())
+    ip = InteractiveShell.instance()
+    load_ipython_extension(ip)
+    try:
+        assert ip.run_cell("%shardplan --model tiny --machine 2xRTX4090").result.best == "zero3+optim-cpu"
+        assert capsys.readouterr().out.count("▸") == 1
+        assert ip.run_cell("%shardplan --model tiny --machine 2xRTX4091").error_in_exec.problems[0].nearest == "2xRTX4090-24GB"
+    finally:
+        unload_ipython_extension(ip)
+        InteractiveShell.clear_instance()
+
+
+def test_real_planner_from_magic_to_table():
+    from shardnb.ui.magics import ShardMagics
+    p = ShardMagics(None).shardplan("--model tiny --nproc 2 --machine 2xT4")
+    assert isinstance(p, Plan) and p.best and p["ddp"].peak > p["zero3"].device["params"]
+    assert "torch" not in sys.modules
+
+
+def until(what, seconds=10):
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if what(): return True
+        time.sleep(.01)
+
+
+def settings(recipe): return {"recipe": recipe.to_yaml(), "settings": {}, "notes": []}
+
+
+class Slow:
+    "Answers when it is told to"
+    def __init__(self): self.asked, self.go = [], threading.Event()
+    def __call__(self, recipe, machine):
+        self.asked.append((recipe, machine))
+        assert self.go.wait(10)
+        return a_plan(), settings(recipe), []
+
+
+def start(**kw): return Picker(Recipe(model="tiny", dataset="demo", strategy="zero3", nproc=2), **kw)
+
+
+def test_picker_waits_for_more_changes_and_asks_once():
+    ask = Slow()
+    ask.go.set()
+    p = start(ask=ask, pause=.2)
+    began = time.monotonic()
+    for n in "1234": p.fields["micro_batch"].value = n
+    assert time.monotonic() - began < .2 and "predicting" in p.state.value and not ask.asked
+    assert until(lambda: p.plan is not None and not p.state.value)
+    assert [r.micro_batch for r, _ in ask.asked] == [4]
+    assert bytes(p.bars.value).startswith(b"\x89PNG") and "Recommended" in p.advice.value and "▸" in p.table.value
+
+
+def test_picker_drops_the_answer_to_an_older_question():
+    ask = Slow()
+    p = start(ask=ask, pause=0.01)
+    p.fields["micro_batch"].value = "1"
+    assert until(lambda: ask.asked)                       # under way, and the planner is slow
+    for n in "23": p.fields["micro_batch"].value = n      # the form answers all the while
+    assert "--micro-batch 3" in p.line.value and not p.launch.disabled
+    time.sleep(.1)
+    ask.go.set()
+    assert until(lambda: p.plan is not None)
+    assert [r.micro_batch for r, _ in ask.asked] == [1, 3]   # the one between was never asked
+    assert "predicting" not in p.state.value
+
+
+def test_picker_shows_what_cannot_be_in_place():
+    wrong = RecipeError([Problem("nproc", 4, "4 ranks need as many GPUs; there are 2")])
+    p = start(ask=lambda r, m: (None, None, [wrong, wrong]))
+    p.read(background=False)
+    assert p.problems.value.count("4 ranks") == 1 and "Traceback" not in p.problems.value and p.launch.disabled and p.bars.layout.display == "none"
+    p.ask = lambda r, m: (a_plan(), settings(r), [])
+    p.read(background=False)
+    assert not p.problems.value and not p.launch.disabled and p.bars.layout.display is None
+
+
+def test_an_unexpected_error_is_said_and_not_swallowed(monkeypatch):
+    import shardnb.run.forecast as forecast
+    import shardnb.run.planner as planner
+    from shardnb.ui.picker import forecast as ask
+
+    def broken(*a, **kw): raise ZeroDivisionError("oh")
+    monkeypatch.setattr(forecast, "plan", broken)
+    monkeypatch.setattr(planner, "plan_run", broken)
+    plan, run, errors = ask(Recipe(model="tiny"), None)
+    assert plan is run is None and all(isinstance(e, ShardnbError) and "ZeroDivisionError: oh" in str(e) for e in errors)
+
+
+def test_picker_plans_for_another_machine_and_launches_only_here():
+    seen = []
+    p = start(ask=lambda r, m: seen.append(m.name) or (a_plan(), settings(r), []), pause=0)
+    p.machine.value = "8xH100-80GB"
+    assert until(lambda: seen) and until(lambda: p.bars.value)
+    assert seen == ["8xH100-80GB"] and p.launch.disabled and "this machine" in p.note.value
+    p.machine.value = "this machine"
+    assert until(lambda: len(seen) == 2 and not p.launch.disabled)
+    assert Picker(p.base, "3xA100-40GB").machine.value == "3xA100-40GB"
+
+
+def test_picker_offers_auto():
+    p = start(ask=lambda r, m: (a_plan(), settings(r), []))
+    p.fields["strategy"].value = "auto"
+    p.read(background=False)
+    assert p.recipe.strategy == "auto" and not p.problems.value and "recommended" in p.about.value
