@@ -45,6 +45,7 @@ def in_rank(path):
             trainer.__class__, trainer.accelerator.backward = watched, kept["backward"]
             engine._before[:], engine._after[:] = kept["before"], kept["after"]
             trainer.add_callback(watch)
+            w.observer.comm.install()
             probe.peaks = PeakSampler(probe.device)
             probe.peaks.spent = kept["spent"]
             w.observer._begun += time.monotonic() - kept["since"] # its share of the time is of its own blocks
@@ -54,6 +55,7 @@ def in_rank(path):
             del trainer.accelerator.backward
             engine._before.clear(), engine._after.clear()
             trainer.remove_callback(watch)
+            w.observer.comm.remove()
             probe.peaks.close()
 
     class Toggle(TrainerCallback):

@@ -71,7 +71,7 @@ def test_traffic_is_the_papers(world, accum):
     assert (t["zero1"].all_reduce, t["zero1"].all_gather) == pytest.approx((2 * ring * P * 2, ring * P * 2))
     assert (t["zero2"].all_reduce, t["zero2"].all_gather) == pytest.approx((accum * 2 * ring * P * 2, ring * P * 2))
     assert t["zero3"].reduce_scatter == pytest.approx(accum * ring * P * 2) and t["zero3"].all_gather == pytest.approx(accum * ring * (2 * P - tail - layer) * 2, rel=1e-3)
-    assert t["fsdp"].reduce_scatter == pytest.approx(ring * P * 4) and t["fsdp"].all_gather == pytest.approx(accum * ring * (2 * P - tail) * 2)
+    assert t["fsdp"].reduce_scatter == pytest.approx(accum * ring * P * 4) and t["fsdp"].all_gather == pytest.approx(accum * ring * (2 * P - tail) * 2)
     assert t["fsdp-grad-op"].all_gather == pytest.approx(accum * ring * P * 2)
 
 

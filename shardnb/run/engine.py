@@ -140,7 +140,7 @@ def _facts(eng, world_size, **extra):
     return dict(world_size=world_size, elements=_count(ps, size), trainable=_count([p for p in ps if p.requires_grad], size), param_dtypes=sorted({name(p) for p in ps}),
                 norms=norm, backend=dist.get_backend(), device=str(eng.device)) | extra
 
-# %% ../../nbs/run/04_engine.ipynb #96108620
+# %% ../../nbs/run/04_engine.ipynb #b846e2b4
 class Unseen:
     "Bytes that an engine keeps where no tensor leads to; it stands in a walk like a storage."
     def __init__(self,
@@ -155,7 +155,7 @@ class DDPEngine(Engine):
     "Replicated parameters, gradients and optimizer; gradients are all-reduced."
     name = "ddp"
     cpp_reducer = True
-    _buckets = () # weak references to the storages of gradients
+    _buckets = {} # address -> weak reference to the storage of gradients
 
     @property
     def config(self) -> dict: return self.settings["ddp"]
@@ -191,9 +191,9 @@ class DDPEngine(Engine):
         "The buckets' storages, or what stands for them."
         views = getattr(self.model, "gradient_as_bucket_view", None)
         if views is None: return [] # one rank, and no DDP around the model
-        if grads and views: self._buckets = {s.data_ptr(): StorageWeakRef(s) for g in grads for s in [g.untyped_storage()]}.values()
-        live = [torch.UntypedStorage._new_with_weak_ptr(b.cdata) for b in self._buckets]
-        if views and live and all(s is not None for s in live): return live
+        if views: # in the middle of a backward pass only some buckets have gradients yet, but the others are there all the same
+            self._buckets = {a: b for a, b in self._buckets.items() if not b.expired()} | {s.data_ptr(): StorageWeakRef(s) for g in grads for s in [g.untyped_storage()]}
+            if live := [s for b in self._buckets.values() if (s := torch.UntypedStorage._new_with_weak_ptr(b.cdata)) is not None]: return live
         return [Unseen(_count([p for p in ps if p.requires_grad], lambda p: p.nbytes), self.device)]
 
     def shards(self, rank: int, world_size: int) -> list: # [name, shape, elements on this rank, where, first element]

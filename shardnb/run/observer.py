@@ -21,7 +21,7 @@ from .engine import unwrap
 from .probe import Clock, Probe
 from .timeline import Timeline
 
-# %% ../../nbs/run/08_observer.ipynb #4f9acdb9
+# %% ../../nbs/run/08_observer.ipynb #67fa0b27
 FIRST_STEPS = 3      # steps that are always measured: the second is the first with optimizer states, the third is like all that follow
 SHARE = .005         # of the time may go into measuring, the sampler's looks included; after the first steps a step is measured only while less went into it (about one in two seconds)
 THINNING = 200       # and at most one step is measured in a 200th of the run's age: after 10 hours one every 3 minutes; with more than 8 ranks less often
@@ -44,6 +44,7 @@ class Observer:
         self.total_steps, self.steps, self.adopted, self.stopping, self.in_loop, self._written = None, 0, False, False, False, 0
         self.phase_name, self._phase_t, self._step_t = None, time.time(), None
         self._next_check, self._begun, self._measured_t, self._cost, self.measuring = 1, time.monotonic(), 0., 0., True
+        self._asking = None # the question that is on its way: (work, answer)
         self.always = False # measure every step: a benchmark's wish
         self.deep, self.timeline, self._last_micro, self._first, self._next_deep, self._deep_s, self._deep_n = False, None, True, 0, FIRST_STEPS, 0., 0
         engine.around_step(self._before_step, self._after_step)
@@ -199,7 +200,7 @@ def _look(self: Observer):
     self.comm.keeping = self.measuring
     (self.probe.peaks.begin if self.measuring else self.probe.peaks.rest)()
 
-# %% ../../nbs/run/08_observer.ipynb #79e32e56
+# %% ../../nbs/run/08_observer.ipynb #5d5d1f4e
 @patch
 def step(self: Observer,
     loss=None, lr=None, grad_norm=None, epoch=None, # as the training knows them; what it doesn't is left out
@@ -238,8 +239,10 @@ def _ask(self: Observer, deep):
 
 @patch
 def agreed_to_stop(self: Observer) -> bool: # the same on every rank
-    "Has somebody asked for a stop? All ranks ask at the same steps."
-    if self.stopping or self.steps < self._next_check: return self.stopping
+    "Has somebody asked for a stop? All ranks ask at the same steps, and look at the answer a step later, so that nobody waits for it."
+    if self.stopping: return True
+    if self._asking: return self._heard()
+    if self.steps < self._next_check: return False
     answer = torch.zeros(3, dtype=torch.int64, device=self.engine.device)
     if self.rank == 0:
         now = time.perf_counter()
@@ -249,7 +252,14 @@ def agreed_to_stop(self: Observer) -> bool: # the same on every rank
         self._checked_at = self.steps
         answer[0], answer[1] = int(bool(self._asked())), max(1, min(1000, int(.5 / max(per_step, 1e-6))))
         answer[2] = 2 if self._wanted() else int(self._due())
-    with self.comm.aside(): dist.broadcast(answer, 0)
+    with self.comm.aside(): self._asking = dist.broadcast(answer, 0, async_op=True), answer
+    return False
+
+@patch
+def _heard(self: Observer):
+    work, answer = self._asking
+    self._asking = None
+    with self.comm.aside(): work.wait()
     stop, steps, look = answer.tolist()
     self.stopping, self._next_check = bool(stop), self.steps + steps
     if look and not self.stopping: self._ask(look == 2)

@@ -52,7 +52,7 @@ def demo(
 
 _NEXT = '''
 Try next:
-  shardnb plan --model demo --dataset demo             what each strategy would hold
+  shardnb plan --model demo --dataset demo             which strategies fit, and which one to take
   shardnb train --model demo --dataset demo --tuning lora --strategy fsdp --max-steps 12 --max-length 256
   shardnb runs                                         all runs of this folder
   make lab                                             JupyterLab: %load_ext shardnb, then %shardpick

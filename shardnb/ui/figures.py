@@ -351,7 +351,7 @@ def run_figure(
         memory_bars(mem, rows, capacity_of(run), note=prediction_text(run))
     return fig
 
-# %% ../../nbs/ui/00_figures.ipynb #d74d78be
+# %% ../../nbs/ui/00_figures.ipynb #090329fd
 VERDICTS = dict(yes=('fits', '#1d7a46'), tight=('tight', '#a8590c'), no=("doesn't fit", '#b3261e'))
 _NARROW, _ROW = 4.8, .37 # inches: the width, and a bar with its words
 _FAR = 3.2 # times the capacity; what is longer is cut off there
@@ -396,7 +396,7 @@ def _stack(rows, title, note, width, predicted, cuda=True):
     whisker = any((r.get('worst') or 0)>1.002*sum(r['parts'].values()) for r in rows)
     keys = [Line2D([], [], color=_INK, linewidth=.9, marker='|', markersize=5, label='may come on top')] if whisker else []
     if any(r.get('mark') for r in rows): keys.append(Line2D([], [], color=_INK, linewidth=0, marker='>', markersize=4.5, label='recommended'))
-    columns = max(2, int(width/1.6)); lines = -(-(len(categories)+len(keys))//columns)
+    columns = max(2, int(width/1.55)); lines = -(-(len(categories)+len(keys))//columns)
     head, foot = .36+.15*len(notes)+.2, .42+.19*lines; tall = head+_ROW*len(rows)+foot
     with DRAWING:
         fig = new_figure(width, tall); y = lambda inches: inches/tall
@@ -418,7 +418,7 @@ def _stack(rows, title, note, width, predicted, cuda=True):
         if categories: _legend(ax, categories, False, predicted, columns, keys)
     return fig
 
-# %% ../../nbs/ui/00_figures.ipynb #edfa64eb
+# %% ../../nbs/ui/00_figures.ipynb #d01c5411
 def _shown(plan, row):
     "(parts, host bytes that are apart) of a row: without a GPU all of it is host memory"
     b = plan.breakdowns[row['label']]
@@ -429,7 +429,7 @@ def _plan_row(plan, row, chosen):
     "What `_stack` draws for a row of a plan"
     parts, host = _shown(plan, row); used = sum(parts.values()); add = row['worst_bytes']-row['peak_bytes']
     verdict, colour = VERDICTS[row['fits']]
-    if row['fits']=='no' and row['worst_bytes']<=row['limit_bytes'] and host: verdict = 'host too small'
+    if row['fits']=='no' and row['worst_bytes']<=row['limit_bytes'] and host: verdict = 'host full'
     best = row['label']==plan.best_label; limit = row['limit_bytes']
     words = _span_text(used, used+add)+(f' + {size_text(host)} host' if host else '')+(f' of {size_text(limit)}' if limit!=plan.rows[0]['limit_bytes'] else '')
     return dict(label=f'▸ {row["label"]}' if best else row['label'], mark=best, words=f'{words} · {verdict}', colour=colour, bold=best or row['label']==chosen,
