@@ -257,7 +257,7 @@ def complete_settings(self: Worker, model): # model: the live model, before it i
     self.engine.complete(found)
     for note in found["notes"]: self.say(note)
 
-# %% ../../nbs/run/09_worker.ipynb #8e75e56a
+# %% ../../nbs/run/09_worker.ipynb #107afc2e
 @patch
 def train(self: Worker, ns: dict): # ns: the cell's namespace
     "Build, train, save."
@@ -278,11 +278,11 @@ def save_final(self: Worker, trainer):
     if self.rank == 0:
         from shardnb.run.engine import unwrap
         model = unwrap(trainer.model)
+        dtype = next((str(t.dtype).removeprefix("torch.") for t in state.values() if t.is_floating_point()), None) # `save_pretrained` empties the dictionary
         with whole_folder(out) as part:
             model.save_pretrained(part, state_dict=state)
             if trainer.processing_class is not None: trainer.processing_class.save_pretrained(part)
         if out.name != "final": self.say(f"another run has put its model into final meanwhile; this one's is in {out.name}")
-        dtype = next((str(t.dtype).removeprefix("torch.") for t in state.values() if t.is_floating_point()), None)
         self.say(f"the final model is saved in {dtype}, as {self.strategy.name} holds it at precision {self.recipe.precision}")
         self.events.write("checkpoint", path=str(out), step=self.observer.steps, complete=True)
 
