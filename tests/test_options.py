@@ -90,6 +90,7 @@ def test_saved_model_is_plain_and_resume_goes_on_exactly(rows, tmp_path, strateg
     checkpoint = next(e["path"] for e in whole.events("checkpoint") if e["path"].endswith("checkpoint-4"))
     rest = go(rows, tmp_path, strategy, max_steps=6, eval_share=.2, eval_steps=3, plan=dict(resume_from=checkpoint))
     assert rest.metrics.loss.tolist() == whole.metrics.loss.tolist()[4:]
+    assert any("the final model is saved in float32" in e["message"] for e in whole.events("note"))
     model = AutoModelForCausalLM.from_pretrained(whole.rundir.checkpoints_path / "final")
     assert sum(p.numel() for p in model.parameters()) == whole.events("effective")[0]["elements"]
     assert all(torch.isfinite(p).all() for p in model.parameters())

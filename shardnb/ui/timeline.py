@@ -33,7 +33,7 @@ def peak_words(
     out = f'peak {size_text(top.total)}'+(f' ({inside[-1]})' if inside else '')
     return out+(f', predicted {size_text(predicted.peak)}: {100*(predicted.peak/top.total-1):+.1f} %' if predicted else '')
 
-# %% ../../nbs/ui/01b_timeline.ipynb #f8c6bcee
+# %% ../../nbs/ui/01b_timeline.ipynb #1edff47c
 _STRIP = dict(forward=SPLIT['forward'], backward=SPLIT['backward'], optimizer=SPLIT['optimizer'])
 _CHAR = .068 # inches that a letter of a phase's name takes
 
@@ -107,7 +107,7 @@ def timeline_figure(
     with DRAWING:
         left, inches = .5, width-.5-.14
         keys, columns, lines = _keys(kept, _unnamed(found, ends, inches), width)
-        head, plot, foot = .9, 2.3, .5+.185*lines; tall = head+plot+foot
+        head, plot, foot = .9, 2.3, .44+.185*lines; tall = head+plot+foot
         fig = new_figure(width, tall); ax = fig.add_axes([left/width, foot/tall, inches/width, plot/tall])
         _tidy(ax, '')
         fig.text(.1/width, 1-.17/tall, title, fontsize=10, fontweight='bold', color=_INK, va='center')
@@ -125,7 +125,8 @@ def timeline_figure(
 def _predicted_line(ax, peak):
     "The predicted peak, with its name above"
     ax.axhline(peak, color=_INK, linewidth=1.3, linestyle=(0, (4, 2.5)), zorder=4)
-    ax.annotate('predicted', (1, peak), xycoords=('axes fraction', 'data'), xytext=(-3, 2.5), textcoords='offset points', ha='right', va='bottom', fontsize=8.4, color=_INK)
+    ax.annotate('predicted', (1, peak), xycoords=('axes fraction', 'data'), xytext=(-3, 3), textcoords='offset points', ha='right', va='bottom', fontsize=8.4, color=_INK,
+        bbox=dict(facecolor='white', edgecolor='none', pad=.6), zorder=4)
 
 def _nothing(title, width):
     "A figure that says what it waits for"
