@@ -58,9 +58,10 @@ readme: install  ## write README.md from nbs/index.ipynb
 docs: install  ## build the site into _docs (runs every notebook once; what did not change is taken from a cache)
 	$(PY) docs/build.py
 
-bench: install  ## the slow counts: numerics and bytes over all strategies and ranks, step time against the plain job
-	$(PY) bench/step_time.py
-	$(PY) -m pytest -m "slow and not gpu" -s tests
+# Each says whether it met its limits; one that did not doesn't keep the others from running
+bench: install  ## the long measurements: step time, cost of measuring, predicted memory against measured and published, numerics and bytes over all strategies
+	@code=0; for part in step_time probe_cost memory published; do echo "== bench/$$part.py"; $(PY) bench/$$part.py || code=1; done; \
+	$(PY) -m pytest -m "slow and not gpu" -s tests || code=1; exit $$code
 
 gpu: install  ## what needs a CUDA device
 	$(BIN)/nbdev-test --flags gpu --n-workers 0

@@ -47,19 +47,6 @@ RUNS = [
 ]
 
 
-def model(home, shape):
-    "A folder with the configuration of a shape and the byte tokenizer of 'tiny'; its weights are drawn at random."
-    from shardnb.run.models import resolve_model
-    if shape == "demo": return "demo"
-    path = Path(home, shape.replace(" ", "-"))
-    if not path.exists():
-        path.mkdir()
-        for f in Path(resolve_model("tiny")).iterdir():
-            if f.name != "config.json": (path / f.name).write_bytes(f.read_bytes())
-        (path / "config.json").write_text(json.dumps(SHAPES[shape]))
-    return str(path)
-
-
 def rows(home, batch):
     "Rows of the full length; where several make a batch, every other one is a token shorter, so that there is padding to mask."
     path = Path(home, f"rows{batch > 1}.jsonl")
@@ -69,12 +56,12 @@ def rows(home, batch):
 
 def measure(home, shape, strategy, options):
     "One run: its line of figures."
-    from ranks import train
+    from ranks import model_folder, train
 
     from shardnb.plan.memory import STATES, state_bytes
     from shardnb.plan.recipe import Recipe
     o = dict(nproc=2, micro_batch=2, grad_accum=1, max_length=256, precision="fp32", max_steps=5) | options
-    run = train(Recipe(model=model(home, shape), dataset=rows(home, o["micro_batch"]), strategy=strategy, **o), home=home)
+    run = train(Recipe(model="demo" if shape == "demo" else model_folder(Path(home, shape.replace(" ", "-")), SHAPES[shape]), dataset=rows(home, o["micro_batch"]), strategy=strategy, **o), home=home)
     plan, m = run.plan, run.memory
     m = m[m.step >= 3]
     total = m[(m.moment == "peak") & (m.category == "total") & (m.place == "device")].bytes.max()

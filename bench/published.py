@@ -29,23 +29,20 @@ GPUS = {"H100 96GB": "H100-80GB", "H100": "H100-80GB", "H100 80GB": "H100-80GB",
         "4090": "RTX4090-24GB", "A100-SXM4-80G": "A100-80GB", "A100 80GB": "A100-80GB", "A100 40GB": "A100-40GB", "A100-SXM4-40GB": "A100-40GB"}
 # Why a row is missed, by the beginning of its id, the first that fits: written after the errors were known, changes nothing
 _OFFSET = "1.5 to 3 GiB that depend on no length: probably the card's total from nvidia-smi, with CUDA context, loaded kernels and what the allocator kept from loading; more than the band allows a small job"
-_LOAD = "the load phase counts a flat copy of the frozen weights too, where DeepSpeed flattens only what trains (stage_1_and_2.py)"
 _FP16 = "Qwen's own code takes the loss on 16-bit logits under DeepSpeed; Transformers makes fp32 copies, 4 to 8 bytes more for each of 152,000 x length logits"
-_FSDP1 = "FSDP1 keeps its root (embedding, norm, head: 0.5 GiB for 7B, 1 GiB for 70B) gathered all the time, and its streams fragment the reserve: "
-_ZERO3 = "9 to 14 GiB more than live tensors account for, growing unevenly with the length: reserve fragmented by ZeRO-3's gathers, probably"
+_FSDP1 = "FSDP1, which shardnb doesn't run, keeps its root (embedding, norm, head: 0.5 GiB for 7B, 1 GiB for 70B) gathered all the time, and its streams probably fragment the reserve: "
+_ZERO3 = "several GiB more than live tensors account for, growing unevenly with the length: reserve fragmented by ZeRO-3's gathers, probably"
 WHY = {
     "answer-7b-lora": _FSDP1 + "for s512 the source also states 8.28 GiB allocated, which the prediction plus the root meets to 0.5 %",
     "answer-7b-qlora-s512": _FSDP1 + "the source says that 3.72 GiB were reserved before the first step, left over from quantizing at load",
     "answer-": _FSDP1 + "bitsandbytes' scales are no parameters and so neither sharded nor offloaded (1 GiB for 70B)",
     "peft-70b-qlora": _FSDP1 + "bitsandbytes' scales (1 GiB) are neither sharded nor offloaded; half of the difference is not explained",
-    "peft-3b-full": "one GPU without DDP has no gradients until backward makes them; ddp is counted with its buckets full from the start",
     "peft-3b-lora": "the allocated peak meets the number within 1 %; the band's middle adds 2.5 GiB, and this script empties the cache every ten steps",
     "cookbook-": _FSDP1 + "the eager attention of Transformers 4.31 holds one or two more score matrices of 1 GiB each than today's, probably",
     "litgpt-phi-b4": "Transformers' phi computes gelu_new step by step and keeps each step; LitGPT calls one fused gelu",
     "litgpt-phi-qlora": "as phi-b4, partly hidden by what LitGPT's 4-bit loading holds",
-    "qwen1-7b-qlora-s512": _LOAD, "qwen1-14b-qlora-s1024": _LOAD, "qwen1-72b-qlora": _LOAD, "longlora": _LOAD + "; and two full buckets of 1e9 elements are held with overlap_comm, whatever trains",
-    "qwen1-14b-qlora-s256": _LOAD + "; beyond that, " + _OFFSET,
-    "qwen1-1.8b-qlora-s4096": _FP16, "qwen1-7b-qlora": _FP16, "qwen1-1.8b-qlora": _OFFSET + "; two buckets of 2e8 elements are held, whatever trains",
+    "qwen1-14b-qlora-s256": _OFFSET,
+    "qwen1-1.8b-qlora-s4096": _FP16, "qwen1-7b-qlora": _FP16, "qwen1-1.8b-qlora": _OFFSET,
     "qwen1-1.8b-lora": _OFFSET, "qwen1-1.8b-full": _ZERO3, "qwen1-7b-full": _ZERO3,
     "qwen1-72b-lora": _ZERO3 + "; the head alone (1.2e9 elements) is more than stage3_max_live_parameters and comes on top of it",
 }

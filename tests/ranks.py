@@ -2,11 +2,14 @@
 
 The rank itself is the shipped one (`shardnb.run.worker`); only torch elastic and the supervisor are left out, which `test_launch.py` covers.
 """
+import json
 import os
+import shutil
 import signal
 import socket
 import sys
 import time
+from pathlib import Path
 
 from shardnb.run.handle import Run
 from shardnb.run.planner import plan_run
@@ -14,6 +17,17 @@ from shardnb.run.rundir import RunDir, write_json
 
 HEAVY = ("torch", "transformers", "trl", "peft", "datasets", "accelerate", "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer", "transformers.models.llama.modeling_llama",
          "transformers.models.qwen2.modeling_qwen2", "torch.distributed.fsdp", "torch.distributed.checkpoint", "shardnb.run.worker", "shardnb.run.observer")
+
+
+def model_folder(top, config):
+    "A folder with a model's configuration and the byte tokenizer of 'tiny'; its weights are drawn at random. Returns its path as text."
+    from shardnb.run.models import resolve_model
+    top = Path(top)
+    top.mkdir(parents=True, exist_ok=True)
+    for f in Path(resolve_model("tiny")).iterdir():
+        if f.name != "config.json": shutil.copy(f, top)
+    (top / "config.json").write_text(json.dumps(config))
+    return str(top)
 
 
 def free_port():

@@ -106,7 +106,7 @@ def test_completion_is_quick(kernel):
 
 @pytest.mark.parametrize("words, said", [
     (["train", "--model", "tiny", "--dataset", "demo", "--cell", "missing.py"], ["--cell", "there is no file or folder 'missing.py'"]),
-    (["logs", "2026", "--rank", "x"], ["id: no run '2026'"]),
+    (["logs", "no-such-run", "--rank", "x"], ["id: no run 'no-such-run'"]),
 ])
 def test_a_bad_word_on_the_command_line_is_one_clear_error(words, said, capsys):
     from shardnb.ui.cli import main

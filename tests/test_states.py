@@ -1,7 +1,5 @@
 """Bytes of params, grads and optimizer, measured in every rank at the end of backward, against each engine's closed form."""
 import json
-import shutil
-from pathlib import Path
 
 import pytest
 import ranks
@@ -13,12 +11,9 @@ STATES = ("params", "grads", "optimizer")
 @pytest.fixture(scope="session")
 def wide(tmp_path_factory):
     "A Llama with 9.0M parameters: 10 bytes each under ZeRO-3 on two ranks in fp32, so at least 85 MiB of states everywhere. 1003 rows of vocabulary don't divide."
-    from shardnb.run.models import resolve_model
-    top, tok = tmp_path_factory.mktemp("wide"), Path(resolve_model("tiny"))
-    for f in tok.iterdir():
-        if f.name != "config.json": shutil.copy(f, top)
-    (top / "config.json").write_text(json.dumps(dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=520, intermediate_size=1400, num_hidden_layers=2, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=64, vocab_size=1003, max_position_embeddings=512, tie_word_embeddings=False, pad_token_id=0, bos_token_id=1, eos_token_id=2)))
+    top = tmp_path_factory.mktemp("wide")
+    ranks.model_folder(top, dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=520, intermediate_size=1400, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=64, vocab_size=1003, max_position_embeddings=512, tie_word_embeddings=False, pad_token_id=0, bos_token_id=1, eos_token_id=2))
     (top / "rows.jsonl").write_text("\n".join(json.dumps(dict(prompt=f"count {i}", completion=" ".join(map(str, range(i % 9))) or "none")) for i in range(16)))
     return top
 
