@@ -1,7 +1,8 @@
 """Predicted against measured memory, on real runs of CPU ranks.
 
 Every run trains a few steps under one strategy, with states of 50 MiB and more. Its prediction was written to `plan.json` before the ranks started; the measured peak is the
-highest that any rank's allocator held in a step, from the third on, beyond what it held before the model was built. States are compared at the end of backward, every rank.
+highest that any rank's allocator held in a step, from the third on, beyond what it held before the model was built. Under an offload, device and host
+are compared together: on CPU ranks they are one memory, and what is on its way between them belongs to neither. States are compared at the end of backward, every rank.
 Printed: predicted and measured device peak, their difference, that of the states, and the share of memory that nobody could name at the marks. Worst rows last.
 
     python bench/memory.py [WORD ...]     only the runs whose line holds a word
@@ -65,6 +66,10 @@ def measure(home, shape, strategy, options):
     plan, m = run.plan, run.memory
     m = m[m.step >= 3]
     total = m[(m.moment == "peak") & (m.category == "total") & (m.place == "device")].bytes.max()
+    predicted = run.predicted
+    want_peak = predicted.peak + predicted.host_peak
+    before = m[(m.moment == ("after_backward" if predicted.peak_at == "step" else "after_forward")) & (m.place == "host")] # what the probe took off as the host's
+    total += before.groupby(["rank", "step"]).bytes.sum().max() if len(before) else 0
     back = m[(m.moment == "after_backward") & (m.step == m.step.max())]
     from shardnb.plan.strategy import weights_dtype
     recipe = run.recipe
@@ -72,7 +77,7 @@ def measure(home, shape, strategy, options):
     held = back[back.category.isin(STATES)].groupby("rank").bytes.sum()
     states = max(abs(held / sum(want[c] for c in STATES) - 1))
     unnamed = (m[(m.category == "temp") & m.moment.isin(["after_backward", "after_step"])].groupby(["rank", "step", "moment"]).bytes.sum() / total).max()
-    return dict(shape=shape, strategy=strategy, options=options, predicted=run.predicted.peak, at=run.predicted.peak_at, measured=int(total), error=run.predicted.peak / total - 1,
+    return dict(shape=shape, strategy=strategy, options=options, predicted=want_peak, at=predicted.peak_at, measured=int(total), error=want_peak / total - 1,
                 states=float(states), unnamed=float(unnamed) if unnamed == unnamed else 0.)
 
 
