@@ -83,15 +83,16 @@ class _Units:
         self.tied = "embed" not in self.rows and "tail" in self.rows # one matrix is both, in the last unit
     def numel(self, unit, trained=None): return self._numel.get((unit, trained), 0)
 
-# %% ../../nbs/plan/07_predict.ipynb #52c41a67
+# %% ../../nbs/plan/07_predict.ipynb #c8aecd3b
 NF4, SCALES = .5, (1 + 4 / 256) / 64 # bytes of a parameter in 4-bit NormalFloat, and of its scales: one byte for 64, itself scaled once in 256 (Dettmers et al. 2023, arXiv:2305.14314)
 def _is_quantized(p): return not p[2] and p[3].startswith("layers.") and len(p[4]) == 2 # matrices of the layers; bitsandbytes leaves embedding, head and norms
 
 class _Engine:
     "What every engine does the same way."
     keeps_grads = False # are a piece's gradients whole until it is done?
+    moves_all = False   # does an offload of parameters take gradients and optimizer along?
     asked_often = ("wide",)
-    def __init__(self, facts, strategy, settings, precision, world_size, frozen, grad_accum, optim, cuda, quantized):
+    def __init__(self, facts, strategy, settings, precision, world_size, frozen, grad_accum, optim, cuda, quantized, fused_head):
         for name in self.asked_often: setattr(self, name, cache(getattr(self, name)))
         self.s, self.n, self.units, self.accum, self.optim, self.cuda, self.facts = strategy, world_size, _Units(facts), grad_accum, optim, cuda, facts
         self.told = settings[settings["engine"]]
@@ -101,7 +102,9 @@ class _Engine:
         self.thin = _is_quantized if quantized else lambda p: False
         thin = sum(p[1] for p in facts["params"] if self.thin(p))
         self.states["params"] -= int(thin * (self.w.frozen - NF4) / (world_size if "params" in strategy.shards else 1) - thin * SCALES) # scales are no parameters: every rank keeps all of them
-        self.slices_at = "host grads" if "optim" in strategy.offload or strategy.engine == "fsdp" and strategy.offload else "grads" # where the slice lives that the optimizer reads
+        self.fused_head, off = fused_head, strategy.offload
+        self.moved = {c for c, part in (("optimizer", "optim"), ("params", "param")) if part in off or self.moves_all and off} # what an offload keeps on the host
+        self.slices_at = "host grads" if "optimizer" in self.moved else "grads" # where the slice lives that the optimizer reads
     def wide(self, unit): # bytes of a unit, whole
         return int(sum(p[1] * (NF4 if self.thin(p) else self.w.param if p[2] else self.w.frozen) for p in self.facts["params"] if p[3] == unit))
     def held(self) -> dict: # beside parameters and optimizer, from the start of the last micro-batch on
@@ -131,7 +134,7 @@ class _DDP(_Engine):
         return {"grads": self.states["grads"]} | ({"comm": self.states["grads"]} if self.accum > 1 else {})
 
 class _FSDP(_Engine):
-    keeps_grads = True
+    keeps_grads = moves_all = True
     asked_often = ("wide", "gathered", "reduced", "shard", "flat")
     def __init__(self, *a, **kw):
         super().__init__(*a, **kw)
@@ -209,13 +212,13 @@ class _Zero12(_Engine):
         return self._with(grads=self.slice) | self.temporaries([self.mine], self.mine * 4 if self.w.master and not self.off else 0)
 
 class _Zero3(_Engine):
-    def __init__(self, *a, fused_head=True, **kw):
+    def __init__(self, *a, **kw):
         super().__init__(*a, **kw)
         z, rows = self.told["zero_optimization"], self.facts["params"]
         self.mine = self.states["optimizer"] // ((self.w.master + 2 * self.w.moment) or 1)
         self.group, self.small = int(z["sub_group_size"]), sum(p[1] for p in rows if p[1] <= int(z["stage3_param_persistence_threshold"]))
         self.prefetch = int(z["stage3_prefetch_bucket_size"])
-        inner = max((p[1] for p in rows if p[3].startswith("layers.") or not fused_head), default=max(p[1] for p in rows)) # TRL's fused head gathers its matrix itself, beside the limit
+        inner = max((p[1] for p in rows if p[3].startswith("layers.") or not self.fused_head), default=max(p[1] for p in rows)) # TRL's fused head gathers its matrix itself, beside the limit
         self.off = "optim" in self.s.offload
         self.top = min(sum(p[1] for p in rows), int(z["stage3_max_live_parameters"]) + inner) # DeepSpeed stops to fetch when it is over the limit
     def held(self): return {self.slices_at: self.states["grads"]} | ({"comm": self.states["comm"]} if "comm" in self.states else {})
@@ -232,7 +235,7 @@ class _Zero3(_Engine):
 
 def _engine(strategy): return {"ddp": _DDP, "fsdp": _FSDP}.get(strategy.engine) or (_Zero3 if strategy.stage == 3 else _Zero12)
 
-# %% ../../nbs/plan/07_predict.ipynb #b20cf914
+# %% ../../nbs/plan/07_predict.ipynb #761c8f7d
 _GiB = 2**30
 def reserve_band(
     peak: int,         # allocated, bytes
@@ -244,9 +247,8 @@ def reserve_band(
     moving = max(peak - states, 0)
     return int(.5 * _GiB + .02 * moving), int((1.3 + .6 * (world_size > 1)) * _GiB + .25 * moving)
 
-def _place(b, s):
+def _place(b, moved):
     "(device, host): what the strategy offloads, and what an engine says is on the host."
-    moved = ({"optimizer"} if "optim" in s.offload or s.engine == "fsdp" and s.offload else set()) | ({"params"} if "param" in s.offload else set())
     host = {k.removeprefix("host "): v for k, v in b.items() if (k in moved or k.startswith("host ")) and v}
     return {k: v for k, v in b.items() if k not in moved and not k.startswith("host ") and v}, host
 
@@ -268,12 +270,11 @@ def predict_memory(
 ) -> MemoryBreakdown:       # predicted
     "Predict a rank's memory through the last micro-batch of a step and the optimizer's step."
     s = Strategy.parse(strategy) if isinstance(strategy, str) else strategy
-    make = _engine(s)
-    e = make(facts, s, settings, precision, world_size, frozen, grad_accum, optim, cuda, quantized, **(dict(fused_head=trace.get("fused_head", True)) if make is _Zero3 else {}))
+    e = _engine(s)(facts, s, settings, precision, world_size, frozen, grad_accum, optim, cuda, quantized, trace.get("fused_head", True))
     fixed = {"params": e.states["params"], "optimizer": e.states["optimizer"]}
     found, tops, made, marks = segments(trace, batch, length), {}, 0, {}
     def consider(phase, b):
-        device, host = _place(fixed | b, s)
+        device, host = _place(fixed | b, e.moved)
         if phase not in tops or _height(cuda, device, host) > _height(cuda, *tops[phase]): tops[phase] = device, host
     far = _between(e.units.layers, trace["period"])
     for m in walk(found, e.units.layers, trace["period"]):
@@ -293,7 +294,7 @@ def predict_memory(
     device, host = tops[at]
     states = sum(fixed.get(c, 0) for c in fixed) + e.states["grads"]
     band = reserve_band(sum(device.values()), states, world_size) if cuda else (0, 0)
-    phases = {k: v[0] for k, v in tops.items()} | {k: _place(v, s)[0] for k, v in marks.items()}
+    phases = {k: v[0] for k, v in tops.items()} | {k: _place(v, e.moved)[0] for k, v in marks.items()}
     return MemoryBreakdown(device, _most(tops) if cuda else host, at, phases=phases, band=band, notes=tuple(notes))
 
 def _between(layers, period):
