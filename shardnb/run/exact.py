@@ -102,7 +102,7 @@ def breakdown(
     from shardnb.plan.memory import MemoryBreakdown
     return MemoryBreakdown.from_json({f.name: answer[f.name] for f in fields(MemoryBreakdown)})
 
-# %% ../../nbs/run/03b_exact.ipynb #b726d417
+# %% ../../nbs/run/03b_exact.ipynb #d786bd1d
 def exact(
     recipe,             # a `Recipe`, or its YAML
     strategy: str=None, # None: the recipe's
@@ -113,7 +113,7 @@ def exact(
     timeout: float=600, # seconds; the process is ended after that
 ) -> dict:              # see `report`; raises `RecipeError` or `PlanError`
     "Ask a new process."
-    from shardnb.run.launch import spawn
+    from shardnb.run.process import spawn
     env = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
     question = {"recipe": recipe if isinstance(recipe, str) else recipe.to_yaml(), "strategy": strategy, "nproc": nproc, "cuda": cuda, "bf16": bf16, "padded": padded}
     p = spawn("shardnb.run.exact", stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env)

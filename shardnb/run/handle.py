@@ -8,7 +8,7 @@ Docs: https://shardnb.github.io/shardnb/run/handle.html.md"""
 __all__ = ['ENDED', 'STALE', 'METRICS', 'MEMORY', 'SHARDS', 'RUNS', 'state_of', 'SavedCheckpoint', 'RankNotFound', 'Run',
            'check_rank', 'train', 'runs', 'attach']
 
-# %% ../../nbs/run/12_handle.ipynb #166c4682
+# %% ../../nbs/run/12_handle.ipynb #5666a283
 import html, operator, os, pickle, socket, threading, time, warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +24,11 @@ from .explain import RunError
 from .launch import LocalLauncher, alive, kernel_gpu_bytes
 from .measured import comm_table, peaks_table, timeline_table
 from .output import output_problems
+from .pool import pools
 from .rundir import RunDir, RunNotFound, read_json
 if TYPE_CHECKING: import matplotlib.figure, pandas  # imported late: `import shardnb` stays light
 
-# %% ../../nbs/run/12_handle.ipynb #2dd433b4
+# %% ../../nbs/run/12_handle.ipynb #34e62b21
 ENDED = ("stopped", "done", "failed", "lost")
 STALE = 15  # s without a heartbeat before a run may count as lost
 
@@ -39,7 +40,7 @@ def state_of(
     state = read_json(rundir.state_path)
     if state is None: return "starting" if time.time() - rundir.path.stat().st_mtime < STALE else "lost"
     here = state["host"] == socket.gethostname()
-    if time.time() - state["heartbeat"] > STALE and not (here and alive(state["supervisor"])):
+    if time.time() - state["heartbeat"] > STALE and not (here and (alive(state["supervisor"]) if state["supervisor"] else pools())):  # without a supervisor it waits for the pool's imports
         return (read_json(rundir.exit_path) or {"state": "lost"})["state"]
     if state["state"] in ENDED: return "stopping" if state["state"] == "stopped" else "running"  # exit.json is about to be written
     return "stopping" if rundir.stop_requested() else state["state"]

@@ -21,9 +21,9 @@ from .engine import unwrap
 from .probe import Clock, Probe
 from .timeline import Timeline
 
-# %% ../../nbs/run/08_observer.ipynb #67fa0b27
+# %% ../../nbs/run/08_observer.ipynb #4cb80356
 FIRST_STEPS = 3      # steps that are always measured: the second is the first with optimizer states, the third is like all that follow
-SHARE = .005         # of the time may go into measuring, the sampler's looks included; after the first steps a step is measured only while less went into it (about one in two seconds)
+SHARE = .003         # of the time may go into measuring, the sampler's looks included; after the first steps a step is measured only while less went into it (about one in three seconds)
 THINNING = 200       # and at most one step is measured in a 200th of the run's age: after 10 hours one every 3 minutes; with more than 8 ranks less often
 DEEP_GROWTH = 10 / 3 # from one deep step to the next: 3, 10, 34, 114 …
 SHARD_ROWS = 400     # rows of the table of slices that are written; the event says how many there are
@@ -172,7 +172,7 @@ def _after_step(self: Observer):
     self._look()
     if self.in_loop: self.agreed_to_stop()
 
-# %% ../../nbs/run/08_observer.ipynb #33880657
+# %% ../../nbs/run/08_observer.ipynb #83387f7c
 @patch
 def _finish_measuring(self: Observer, sent):
     "Write what the step that just ended has shown."
@@ -183,7 +183,7 @@ def _finish_measuring(self: Observer, sent):
         self.events.write("timeline", step=self.steps, **event)
         self.timeline = None
     peak = self.probe.take_peak(seen)
-    if few: self.probe.settle()
+    if self.steps - self._first <= FIRST_STEPS: self.probe.settle()
     if peak:
         phase, phases, by = peak
         self._write_memory("peak", self.steps, {"device": by | self.probe.extra()}, phase=phase, phases=phases)

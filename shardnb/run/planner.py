@@ -8,8 +8,8 @@ Docs: https://shardnb.github.io/shardnb/run/planner.html.md"""
 __all__ = ['IDLE', 'CALLS', 'layer_classes', 'fsdp_units', 'describe', 'describe_module', 'model_facts', 'Planner', 'cell_kind',
            'kept', 'recipe_facts', 'plan_run']
 
-# %% ../../nbs/run/03_planner.ipynb #eff7fb03
-import atexit, hashlib, json, os, re, select, subprocess, tempfile, threading, time
+# %% ../../nbs/run/03_planner.ipynb #0a0eff05
+import atexit, hashlib, json, os, re, select, tempfile, threading, time
 from dataclasses import astuple
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +20,8 @@ from ..plan.effect import no_effect
 from ..plan.strategy import Strategy, settings
 from .cell import Cell
 from .event import plain
-from .launch import rank_env, spawn
+from .launch import rank_env
+from .pool import popen
 from .rundir import read_json, write_json
 
 # %% ../../nbs/run/03_planner.ipynb #4addcbb0
@@ -162,7 +163,7 @@ def _serve(out):
         *lines, buf = (buf + data).split(b"\n")
         for line in filter(None, lines): os.write(out, json.dumps(_answer(json.loads(line))).encode() + b"\n")
 
-# %% ../../nbs/run/03_planner.ipynb #1e416c23
+# %% ../../nbs/run/03_planner.ipynb #8b74dd50
 class Planner:
     "The notebook's end of the helper process"
     _one, _guard = None, threading.Lock()
@@ -182,7 +183,7 @@ class Planner:
         if self._p is not None and self._p.poll() is None: return
         self._log = self._log or tempfile.NamedTemporaryFile(prefix="shardnb-planner-", suffix=".log")
         env = {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
-        self._p, self._buf = spawn("shardnb.run.planner", stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=env), b""
+        self._p, self._buf = popen("shardnb.run.planner", env=env, stderr=self._log), b""
 
     def close(self):
         "End the helper"
