@@ -204,9 +204,9 @@ def _zero_rules(z, s, recipe, problems, notes):
     _zero_notes(out, s, notes)
     return out
 
-# %% ../../nbs/plan/04_override.ipynb #a999ad6a
+# %% ../../nbs/plan/04_override.ipynb #03abeba1
 def _stage_rule(z, s, problems):
-    stage = z.get("stage", 0)
+    stage = z.get("stage", "auto")  # an override that doesn't name it leaves it as it is
     if stage == "auto": return
     if stage not in (0, 1, 2, 3) or isinstance(stage, bool):
         problems.append(Problem("deepspeed.zero_optimization.stage", stage, f"{stage!r} is not a stage", "0, 1, 2, 3", str(s.stage)))

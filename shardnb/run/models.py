@@ -6,10 +6,10 @@ Docs: https://shardnb.github.io/shardnb/run/models.html.md"""
 
 # %% auto #0
 __all__ = ['DEMO_PIP', 'cache_dir', 'build_once', 'demo_problems', 'resolve_model', 'config_only', 'model_problems',
-           'model_config', 'load_model', 'load_tokenizer', 'vocabulary_problems', 'peft_config', 'cast_adapters',
-           'apply_peft']
+           'drawn_alike', 'model_config', 'load_model', 'load_tokenizer', 'vocabulary_problems', 'peft_config',
+           'cast_adapters', 'apply_peft']
 
-# %% ../../nbs/run/05_models.ipynb #c1dc5493
+# %% ../../nbs/run/05_models.ipynb #befde241
 import json
 import os
 import re
@@ -26,6 +26,7 @@ from ..plan.place import as_path, is_path, missing_file, name_problems, unreadab
 from ..plan.problem import Problem, RecipeError, missing_package, nearest
 from ..plan.strategy import COMPUTE
 from ..plan.strategy import weights_dtype as weights_dtype   # offered here too
+from .checkpoint import broken
 from .hub import hub_problems, not_fetched, unreached
 
 # %% ../../nbs/run/05_models.ipynb #0062969d
@@ -154,7 +155,7 @@ def resolve_model(
         return str(build_once(cache_dir()/_FOLDERS["demo"], lambda part: _convert_in_subprocess(part, on_progress)))
     return str(as_path(name)) if is_path(name) else name
 
-# %% ../../nbs/run/05_models.ipynb #fe8f1e53
+# %% ../../nbs/run/05_models.ipynb #1e10fb8d
 _WEIGHTS = ("*.safetensors", "*.bin", "*.safetensors.index.json", "*.bin.index.json")
 
 def config_only(path: str) -> bool: # True: train from random weights
@@ -177,7 +178,18 @@ def _folder_problems(field: str, name: str, p: Path) -> list[Problem]:
     archs = cfg.get("architectures") or []
     if archs and not any(re.search(r"CausalLM|LMHead|ConditionalGeneration", a) for a in archs):
         return bad(f"is not a causal language model: its config.json names {', '.join(archs)}", allowed="a model whose architecture ends in ForCausalLM")
-    return []
+    return bad(f"can't be loaded: {fault}") if (fault := _weights_fault(p)) else []
+
+def _weights_fault(p: Path) -> str|None: # a phrase
+    "What is wrong with a folder's weights, as far as the beginnings and ends of its files tell: said before a run, not after its start"
+    for f in sorted(q for w in ("model*.safetensors", "pytorch_model*.bin") for q in p.glob(w)):
+        with f.open("rb") as file: pointer = file.read(18) == b"version https://gi"
+        if pointer: return f"{f.name} is a pointer of Git LFS, not the weights; `git lfs pull` fetches them"
+        if fault := broken(f): return f"{f.name} {fault}; its download or its writing didn't finish"
+    for index in p.glob("*.index.json"):
+        try: lost = sorted({*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()} - {q.name for q in p.iterdir()})
+        except (ValueError, KeyError, AttributeError, UnicodeDecodeError): return f"{index.name} is not an index of weights"
+        if lost: return f"{index.name} names {len(lost)} file{'s' if len(lost) > 1 else ''} that {'are' if len(lost) > 1 else 'is'} not there, such as {lost[0]}"
 
 def _tokenizer_problems(field: str, name: str, p: Path) -> list[Problem]:
     "A folder without any of a tokenizer's files"
@@ -202,7 +214,7 @@ def model_problems(recipe) -> list[Problem]: # empty when nothing is wrong that 
         out.append(missing_package("attn_implementation", recipe.attn_implementation, "flash-attn or kernels (and a GPU)", "kernels", "sdpa"))
     return out
 
-# %% ../../nbs/run/05_models.ipynb #d0c77f4c
+# %% ../../nbs/run/05_models.ipynb #cd42ad4f
 _BIG = 2_000_000_000   # parameters: 8 GB per rank in float32
 
 @contextmanager
@@ -227,6 +239,24 @@ def _random_model(cfg, recipe, kw: dict, say: Callable[[str], None]):
         say("it is too large to draw whole on every rank: under zero3 its random weights differ from those of other strategies")
         return AutoModelForCausalLM.from_config(cfg, **kw)
     with _without_zero3(): return AutoModelForCausalLM.from_config(cfg, **kw)
+
+@contextmanager
+def drawn_alike(
+    say: Callable[[str], None], # told when a model is too large for it
+):
+    "Models that a cell draws at random (`from_config`) are the same under ZeRO-3 as under every other strategy; transformers would draw them in another order there"
+    import torch
+    from transformers import PreTrainedModel
+    plain = PreTrainedModel.__dict__["_from_config"].__func__
+    def draw(cls, config, **kw):
+        with torch.device("meta"), _without_zero3(): size = sum(p.numel() for p in plain(cls, config, **kw).parameters())
+        if size > _BIG:
+            say(f"a {cls.__name__} of {size:,} parameters is too large to draw whole on every rank: under zero3 its random weights differ from those of other strategies")
+            return plain(cls, config, **kw)
+        with _without_zero3(): return plain(cls, config, **kw)
+    PreTrainedModel._from_config = classmethod(draw)
+    try: yield
+    finally: PreTrainedModel._from_config = classmethod(plain)
 
 # %% ../../nbs/run/05_models.ipynb #3ac953ea
 def _random_files(cfg, recipe, say: Callable[[str], None]) -> str: # a folder with weights

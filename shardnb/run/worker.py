@@ -7,7 +7,7 @@ Docs: https://shardnb.github.io/shardnb/run/worker.html.md"""
 # %% auto #0
 __all__ = ['Worker', 'install_arguments', 'near_names', 'main']
 
-# %% ../../nbs/run/09_worker.ipynb #fa04fd40
+# %% ../../nbs/run/09_worker.ipynb #c2b97e68
 import atexit
 import linecache
 import os
@@ -24,19 +24,22 @@ from ..plan.strategy import Strategy, settings
 from .cell import PROVIDED, Cell, load
 from .event import EventWriter
 from .explain import write_error
-from .output import final_of, whole_folder
-from .rundir import RunDir, read_json
+from .output import final_of
+from .rundir import RunDir, read_json, read_own
 
-# %% ../../nbs/run/09_worker.ipynb #1b07656d
-def _heartbeat(rundir, rank, where):
+# %% ../../nbs/run/09_worker.ipynb #eb374e6c
+def _heartbeat(rundir, rank, where, pulse=dict):
     def beat():
+        seen, since = None, time.time()
         while True:
-            try: rundir.beat(rank, *where())
+            (phase, step), more = where(), pulse()
+            if seen != (seen := (phase, step, more.get("calls"))): since = time.time()
+            try: rundir.beat(rank, phase, step, since=since, **more)
             except OSError as e: print(f"no heartbeat written: {e}", file=sys.stderr) # a full disk, say; the next may go through
             time.sleep(1)
     threading.Thread(target=beat, name="shardnb-heartbeat", daemon=True).start()
 
-# %% ../../nbs/run/09_worker.ipynb #36d38e0c
+# %% ../../nbs/run/09_worker.ipynb #f92e2ae5
 class Worker:
     "One rank of a run."
     def __init__(self,
@@ -68,10 +71,13 @@ class Worker:
             self._phase, self._t = name, now
         self.events.write("phase", phase=name, state="begin")
 
+    def facts(self): # what a checkpoint says of itself
+        return dict(strategy=self.strategy.name, run=self.rundir.id)
+
     def where(self): # (phase, step)
         return (self.observer.phase_name or self._phase, self.observer.steps) if self.observer else (self._phase, 0)
 
-# %% ../../nbs/run/09_worker.ipynb #cde9f2e3
+# %% ../../nbs/run/09_worker.ipynb #94096d8c
 @patch
 def announce(self: Worker):
     "The first event: who this process is."
@@ -93,6 +99,7 @@ def prepare(self: Worker):
     # DeepSpeed 0.19 calls collectives by names that torch 2.13 deprecates: two lines in the log for every call of every step
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed\.c10d_logger")
     from shardnb.run.engine import EngineError, open_engine
+    from shardnb.run.health import Health
     from shardnb.run.observer import Observer
     from shardnb.run.probe import Probe
     transformers.utils.logging.disable_progress_bar()
@@ -107,6 +114,10 @@ def prepare(self: Worker):
     torch.distributed.barrier()
     self.observer = Observer(self.engine, Probe(self.engine.device), self.events, self.rundir.stop_requested, self.rundir.snapshot_requested)
     self.observer.phase_name, self.observer._phase_t = self._phase, self._t
+    self.observer.health = Health(self.recipe, lambda **w: self.events.write("warning", **w), self.rank, self.engine.settings.get("deepspeed"))
+    self.observer.health.masked = lambda: self.observer.items is not None and int(self.observer.items) == 0
+    self.observer.comm.keeping = False # until the model is sharded
+    self.observer.comm.install()
     install_arguments(self)
 
 # %% ../../nbs/run/09_worker.ipynb #47b5af57
@@ -146,7 +157,7 @@ def training_arguments(self: Worker,
         dataset_kwargs={"skip_prepare_dataset": True}, remove_unused_columns=False)
     return kw
 
-# %% ../../nbs/run/09_worker.ipynb #81d2eb16
+# %% ../../nbs/run/09_worker.ipynb #91bb503e
 @patch
 def run_cell(self: Worker) -> dict: # the namespace after the cell
     "Execute the cell on this rank."
@@ -154,10 +165,12 @@ def run_cell(self: Worker) -> dict: # the namespace after the cell
     r, path = self.recipe, str(self.rundir.cell_path)
     lazy = LazyAccelerator(lambda: loop_accelerator(self.observer, r.grad_accum or 1, r.micro_batch or 1, "clip_grad_norm_" in self.cell.text, self.complete_settings))
     ns = dict(__name__="__main__", __file__=path, rank=self.rank, world_size=self.world_size, device=self.engine.device, recipe=r, log=make_log(self.observer), accelerator=lazy)
-    if self.rundir.inputs_path.exists(): ns |= load(self.rundir.inputs_path.read_bytes())
+    if self.rundir.inputs_path.exists(): ns |= load(read_own(self.rundir.inputs_path))
     linecache.cache[path] = (len(self.cell.text), None, self.cell.text.splitlines(keepends=True), path)
     self.stopped = False
-    try: exec(self.cell.code(path), ns)
+    from shardnb.run.models import drawn_alike
+    try:
+        with drawn_alike(self.say): exec(self.cell.code(path), ns)
     except StopRun: self.stopped = True
     ns["accelerator"] = lazy
     missing = [n for n in self.recipe.out if n not in ns]
@@ -168,15 +181,16 @@ def near_names(ns): # ns: a cell's namespace
     "What a cell made, for a message."
     return ", ".join(n for n in ns if not n.startswith("_") and n not in PROVIDED)[:200] or None
 
-# %% ../../nbs/run/09_worker.ipynb #1e953197
+# %% ../../nbs/run/09_worker.ipynb #06c1b009
 @patch
 def build_trainer(self: Worker, ns: dict): # ns: the cell's namespace; returns an observed trainer
     "A trainer from what the cell made, and from the recipe for the rest."
     from shardnb.run.observer import watch
     if ns.get("trainer") is not None:
         self.phase("sharding")
+        _check_trained(ns["trainer"].model)
         self.complete_settings(ns["trainer"].model)
-        return watch(ns["trainer"], self.observer)
+        return watch(ns["trainer"], self.observer, **self.facts())
     from trl import SFTConfig
     args = ns.get("args") or SFTConfig(**self.training_arguments(bool(self.recipe.eval_share) or ns.get("eval_dataset") is not None))
     self.phase("loading")
@@ -190,21 +204,23 @@ def build_trainer(self: Worker, ns: dict): # ns: the cell's namespace; returns a
         from peft import get_peft_model
         model = get_peft_model(model, ns["peft_config"], autocast_adapter_dtype=self.engine.casts_adapters)
     elif ns.get("model") is None: model = models.apply_peft(model, self.recipe, self.engine.name)
+    _check_trained(model)
     if args.activation_checkpointing and self.recipe.tuning != "full": model.enable_input_require_grads()
     self.phase("tokenizing")
     train, evals, collator, sampler = self.rows(ns, tok, args)
     self.phase("sharding")
     self.complete_settings(model)
     trainer = self._make(model, args, train, evals, collator, tok)
-    watch(trainer, self.observer)
+    watch(trainer, self.observer, **self.facts())
     trainer.sampler_factory = sampler
     return trainer
 
-# %% ../../nbs/run/09_worker.ipynb #1a909f04
+# %% ../../nbs/run/09_worker.ipynb #63f78ab6
 @patch
 def rows(self: Worker, ns, tok, args): # (train, eval, collator, sampler factory)
     "The training rows, tokenized, masked and evened out."
     from shardnb.run import data
+    from shardnb.run.health import all_masked
     r = self.recipe
     train, evals = ns.get("train_dataset"), ns.get("eval_dataset")
     if train is None:
@@ -219,12 +235,17 @@ def rows(self: Worker, ns, tok, args): # (train, eval, collator, sampler factory
     train, evals = ready(train), ready(evals)
     if "labels" in _columns(train):
         n = len(train)
+        if all_masked(train): raise RecipeError(Problem("train_dataset", "labels", f"all labels of all {n} rows are masked (-100): nothing would be learned"))
         train, extra = data.pad_to_full_batches(train, args.per_device_train_batch_size, args.gradient_accumulation_steps, self.world_size)
         if extra: self.say(f"{n} rows don't fill {args.per_device_train_batch_size * args.gradient_accumulation_steps * self.world_size}-row steps: {extra} rows without labels even out the last one")
         sampler = lambda: data.RowOrder(n, extra, r.seed)
         if collator is None and tok is not None: collator = data.collator_for(r, tok)
     else: self.say("rows without labels of their own: where they don't fill the last step, Accelerate repeats some, and they count in its loss")
     return train, evals, collator, sampler
+
+def _check_trained(model):
+    from shardnb.run.health import nothing_to_train
+    if bad := nothing_to_train([*model.named_parameters()]): raise RecipeError(Problem("model", "frozen", *bad))
 
 def _as_dataset(rows):
     "Lists of dicts and pandas tables as a `datasets.Dataset`; anything else as it is."
@@ -257,7 +278,7 @@ def complete_settings(self: Worker, model): # model: the live model, before it i
     self.engine.complete(found)
     for note in found["notes"]: self.say(note)
 
-# %% ../../nbs/run/09_worker.ipynb #107afc2e
+# %% ../../nbs/run/09_worker.ipynb #46a3bbb3
 @patch
 def train(self: Worker, ns: dict): # ns: the cell's namespace
     "Build, train, save."
@@ -267,7 +288,7 @@ def train(self: Worker, ns: dict): # ns: the cell's namespace
     if prompts: t.add_callback(_sampler(self, prompts))
     t.train(resume_from_checkpoint=self.plan.get("resume_from"))
     self.stopped = self.observer.stopping
-    if not self.stopped or not self.recipe.save_steps: self.save_final(t)
+    if self.plan.get("keep_model", True) and (not self.stopped or not self.recipe.save_steps): self.save_final(t)
 
 @patch
 def save_final(self: Worker, trainer):
@@ -277,9 +298,10 @@ def save_final(self: Worker, trainer):
     state = self.engine.full_state_dict()
     if self.rank == 0:
         from shardnb.run.engine import unwrap
+        from shardnb.run.saving import final_folder
         model = unwrap(trainer.model)
         dtype = next((str(t.dtype).removeprefix("torch.") for t in state.values() if t.is_floating_point()), None) # `save_pretrained` empties the dictionary
-        with whole_folder(out) as part:
+        with final_folder(out, sum(t.nbytes for t in state.values()), self.observer.steps, world_size=self.world_size, **self.facts()) as part:
             model.save_pretrained(part, state_dict=state)
             if trainer.processing_class is not None: trainer.processing_class.save_pretrained(part)
         if out.name != "final": self.say(f"another run has put its model into final meanwhile; this one's is in {out.name}")
@@ -331,12 +353,12 @@ def _to_cpu(v, engine):
     if isinstance(v, dict): return {k: _to_cpu(x, engine) for k, x in v.items()}
     return type(v)(_to_cpu(x, engine) for x in v) if type(v) in (list, tuple) else v
 
-# %% ../../nbs/run/09_worker.ipynb #a0695e89
+# %% ../../nbs/run/09_worker.ipynb #63ca0ad6
 @patch
 def run(self: Worker) -> str: # 'done' or 'stopped'
     "The whole life of a rank."
     self.announce()
-    _heartbeat(self.rundir, self.rank, self.where)
+    _heartbeat(self.rundir, self.rank, self.where, lambda: self.observer.pulse() if self.observer else {})
     self.prepare()
     self.phase("loading")
     ns = self.run_cell()
@@ -361,7 +383,7 @@ def main(
     except BaseException as e:
         traceback.print_exc()
         phase, step = w.where()
-        write_error(w.rundir, w.rank, e, phase, step)
+        write_error(w.rundir, w.rank, e, phase, step, w.observer)
         w.events.write("end", state="failed", step=step)
         return 1
     return 0
