@@ -8,7 +8,8 @@ Docs: https://shardnb.github.io/shardnb/plan/problem.html.md"""
 __all__ = ['Problem', 'nearest', 'unknown_word', 'not_given', 'missing_package', 'short_count', 'ShardnbError', 'RecipeError',
            'PlanError', 'RunFailed']
 
-# %% ../../nbs/plan/00_problem.ipynb #d6b4b6ae
+# %% ../../nbs/plan/00_problem.ipynb #770438a1
+import html
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -99,17 +100,23 @@ class RecipeError(ShardnbError):
 class PlanError(ShardnbError):
     "A plan that can't be made, for example of a model whose configuration can't be read."
 
-# %% ../../nbs/plan/00_problem.ipynb #9e39622f
+# %% ../../nbs/plan/00_problem.ipynb #43871f0b
 class RunFailed(ShardnbError):
     "A run that ended in failure; `.error` says where and why, `.run` is the run."
     def __init__(self, error=None, run=None):
-        self.error, self.run = error, run
+        self.error, self.run, self.shown = error, run, False # shown: a notebook has its account already
         super().__init__(self._text())
     def _text(self):
         get = (lambda k: self.error.get(k)) if isinstance(self.error, dict) else (lambda k: getattr(self.error, k, None))
         if self.error is None: return "the run failed"
+        if hasattr(self.error, "text"): return self.error.text() # a run's own record says it best
         if isinstance(self.error, str): return self.error
         where = [f"{k} {get(k)}" for k in ("rank", "phase", "step") if get(k) is not None]
         lines = [f"{get('message') or get('cause') or 'the run failed'}" + (f" ({', '.join(where)})" if where else "")]
         return "\n".join(lines + ([f"fix: {get('fix')}"] if get("fix") else []))
+    def _repr_html_(self): return self.error._repr_html_() if hasattr(self.error, "_repr_html_") else f"<pre>{html.escape(str(self))}</pre>"
+    def _render_traceback_(self):
+        from shardnb import upstairs
+        upstairs("RunFailed._render_traceback_")(self)
+        return super()._render_traceback_()
     def __reduce__(self): return (type(self), (self.error, None))
