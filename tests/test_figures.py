@@ -1,6 +1,7 @@
 "The pictures: one order of categories everywhere, nothing global, same input same picture."
 import sys
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pandas as pd
@@ -16,7 +17,8 @@ def a_run(ranks=2, steps=5):
     rows = [(steps, r, "device", c, b * M, moment) for r in range(ranks) for moment in F.MOMENTS for c, b in dict(params=50, grads=50, optimizer=100).items()]
     mem = pd.DataFrame(rows, columns=["step", "rank", "place", "category", "bytes", "moment"])
     recipe = SimpleNamespace(model="<b>tiny</b>", strategy="zero3", nproc=ranks, tuning="full", precision="fp32", max_steps=steps)
-    return SimpleNamespace(id="20261129-150405-zero3-ab12", state="running", recipe=recipe, metrics=m, memory=mem, plan={}, error=None, shards=[], stalled=[], events=lambda kind: [])
+    return SimpleNamespace(id="20261129-150405-zero3-ab12", state="running", recipe=recipe, metrics=m, memory=mem, plan={}, error=None, shards=[], stalled=[], stall=None, events=lambda kind: [],
+                           rundir=SimpleNamespace(recipe_path=Path(__file__)))
 
 
 def test_palette_is_the_order_of_the_categories():

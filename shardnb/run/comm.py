@@ -7,8 +7,9 @@ Docs: https://shardnb.github.io/shardnb/run/comm.html.md"""
 # %% auto #0
 __all__ = ['SENT', 'COLLECTIVES', 'HELD', 'ring_bytes', 'Comm']
 
-# %% ../../nbs/run/07a_comm.ipynb #d956181e
+# %% ../../nbs/run/07a_comm.ipynb #7214e297
 import time
+from collections import deque
 
 import torch
 import torch.distributed as dist
@@ -64,7 +65,7 @@ HELD = 64 # storages that are remembered, the latest
 
 def _nbytes(t): return t.nbytes if torch.is_tensor(t) else sum(map(_nbytes, t))
 
-# %% ../../nbs/run/07a_comm.ipynb #a831b42b
+# %% ../../nbs/run/07a_comm.ipynb #97ad5e3b
 class Comm:
     "Counts the collectives of this process."
     def __init__(self,
@@ -74,6 +75,7 @@ class Comm:
         self.calls, self.bytes, self.sent, self.seconds, self.all_calls = {}, {}, {}, {}, 0
         self.on_call, self.keeping = None, True # called after every collective that was started, if set; are its tensors remembered?
         self._aside, self._lib, self._wait, self._last, self._held = 0, None, None, (None, 0.), {}
+        self.inside, self.begun, self.recent = None, 0, deque([("none", 0)], 5) # the collective that is going on: (kind, payload, `perf_counter` at its begin); how many have begun; the last: (kind, payload)
 
     @property
     def installed(self) -> bool: return self._lib is not None
@@ -89,6 +91,7 @@ class Comm:
         self._wait = plain_wait = work.wait
         def wait(w, *args, **kw):
             began = time.perf_counter()
+            self.inside = (*self.recent[-1], began)
             try: return plain_wait(w, *args, **kw)
             finally: self._waited(time.perf_counter() - began)
         work.wait = wait
@@ -108,7 +111,7 @@ class Comm:
         self.calls, self.bytes, self.sent, self.seconds = {}, {}, {}, {}
         return out
 
-# %% ../../nbs/run/07a_comm.ipynb #c532eaff
+# %% ../../nbs/run/07a_comm.ipynb #7b07613b
 _BELOW = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
 def _below(op): return op.default._handle.redispatch_boxed # what `OpOverload.redispatch` calls; half the cost
@@ -122,17 +125,23 @@ class _Aside:
 def _counting(self: Comm, plain, kind, tensors, group, parts):
     "A kernel that counts and passes on."
     def kernel(keys, *args):
-        if self._aside: return plain(keys & _BELOW, *args)
         n = dist.ProcessGroup.unbox(args[group]).size()
-        if self.keeping: self._remember(args)
         payload = (0 if tensors is None else _nbytes(args[tensors])) * (n if parts else 1)
+        began = time.perf_counter()
+        self.begun, self.inside = self.begun + 1, (kind, payload, began)
+        self.recent.append((kind, payload))
+        if self._aside:
+            out = plain(keys & _BELOW, *args)
+            self.inside = None
+            return out
+        if self.keeping: self._remember(args)
         self.calls[kind] = self.calls.get(kind, 0) + 1
         self.bytes[kind] = self.bytes.get(kind, 0) + payload
         self.sent[kind] = self.sent.get(kind, 0) + ring_bytes(kind, payload, n)
         self.all_calls += 1
         began = time.perf_counter()
         out = plain(keys & _BELOW, *args)
-        ended = time.perf_counter()
+        ended, self.inside = time.perf_counter(), None
         self.seconds[kind], self._last = self.seconds.get(kind, 0.) + ended - began, (kind, ended)
         if self.on_call: self.on_call()
         return out
@@ -142,6 +151,7 @@ def _counting(self: Comm, plain, kind, tensors, group, parts):
 def _waiting(self: Comm, plain):
     def kernel(keys, *args):
         began = time.perf_counter()
+        self.inside = (*self.recent[-1], began)
         out = plain(keys & _BELOW, *args)
         self._waited(time.perf_counter() - began)
         return out
@@ -149,7 +159,7 @@ def _waiting(self: Comm, plain):
 
 @patch
 def _waited(self: Comm, seconds):
-    kind = self._last[0]
+    kind, self.inside = self._last[0], None
     if kind and not self._aside: self.seconds[kind] = self.seconds.get(kind, 0.) + seconds
 
 @patch
@@ -181,3 +191,13 @@ def tail(self: Comm,
     "DDP's backward pass ends here: what passed since it launched its last bucket was waiting."
     kind, at = self._last
     if kind and at > since: self._waited(time.perf_counter() - at)
+
+@patch
+def pulse(self: Comm,
+    since: float=None, # `perf_counter` when a backward pass began that reduces gradients in C++, and that hasn't ended; its waiting is seen by no Python
+) -> dict: # 'collective': {'kind', 'bytes', 'since'} or None, 'calls': how many have begun, 'last': the last five [kind, bytes]
+    "What this rank waits in now; called from another thread."
+    now, inside = self.inside, self.recent[-1]
+    if now is None and since is not None and self._last[1] > since: now = (*inside, self._last[1])
+    told = now and {"kind": now[0], "bytes": now[1], "since": time.time() - (time.perf_counter() - now[2])}
+    return {"collective": told, "calls": self.begun, "last": [list(r) for r in list(self.recent) if r[0] != "none"]}

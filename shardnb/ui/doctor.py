@@ -6,10 +6,11 @@ Docs: https://shardnb.github.io/shardnb/ui/doctor.html.md"""
 
 # %% auto #0
 __all__ = ['CHECKS', 'Finding', 'check_system', 'check_packages', 'ask', 'check_torch', 'check_deepspeed', 'check_room',
-           'check_demo', 'check_notebook', 'doctor', 'report']
+           'check_pool', 'measure_link', 'link_meaning', 'check_link', 'check_demo', 'check_notebook', 'doctor',
+           'report']
 
-# %% ../../nbs/ui/05_doctor.ipynb #7284da5e
-import json, platform, shutil, socket, subprocess, sys
+# %% ../../nbs/ui/05_doctor.ipynb #3537d479
+import json, platform, shutil, socket, subprocess, sys, time
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
@@ -139,7 +140,7 @@ def check_deepspeed()->list: # findings
         else: out.append(Finding('info', op, f'not built; only needed for {need[op][0]}', need[op][1]))
     return out
 
-# %% ../../nbs/ui/05_doctor.ipynb #cda6a055
+# %% ../../nbs/ui/05_doctor.ipynb #2508a41a
 def check_room()->list: # findings
     "Cores and memory with container limits, shared memory, disk, loopback"
     from shardnb.plan.machine import Machine
@@ -158,6 +159,82 @@ def check_room()->list: # findings
     except OSError as e: out.append(Finding('bad', 'loopback', f'127.0.0.1 cannot be bound: {e}', 'ranks meet on 127.0.0.1: allow it'))
     return out
 
+def check_pool()->list: # findings
+    "The processes that have the imports already"
+    import psutil
+    from shardnb.run.pool import no_pool_here, pools
+    from shardnb.ui.figures import size_text
+    if why := no_pool_here(): return [Finding('info', 'warm pool', f'none: {why}; each start imports anew, which takes some 10 s')]
+    def said(p):
+        mine = psutil.Process(p['proc']['pid'])
+        words = f'process {mine.pid} since {time.strftime("%H:%M", time.localtime(p["began"]))}, {size_text(mine.memory_info().rss)}'
+        return f'{words}, {p["forks"]} processes forked' if p['ready'] else f'{words}, importing'
+    return [Finding('ok', 'warm pool', said(p)) for p in pools()] or [Finding('ok', 'warm pool', 'none yet: the first run, plan or picker starts it, and the next ones start in about a second')]
+
+_LINK = '''
+import json, os, sys, time
+from datetime import timedelta
+import torch, torch.distributed as dist
+rank, folder, backend, size = int(sys.argv[1]), sys.argv[2], sys.argv[3], int(sys.argv[4])
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform=="linux" else "lo0")
+device = torch.device("cuda", rank) if backend=="nccl" else torch.device("cpu")
+if backend=="nccl": torch.cuda.set_device(device)
+dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=2, timeout=timedelta(seconds=60))
+x = torch.ones(size//4, device=device)
+def once():
+    began = time.perf_counter()
+    dist.all_reduce(x)
+    if backend=="nccl": torch.cuda.synchronize()
+    return time.perf_counter()-began
+for _ in range(2): once()
+took = sorted(once() for _ in range(7))[3]
+if rank==0: print("ANSWER"+json.dumps(dict(seconds=took)), flush=True)
+os._exit(0)
+'''
+
+def measure_link(
+    backend:str='gloo', # 'gloo' between two processes on the CPU, or 'nccl' between the first two GPUs
+    size:int=32*2**20, # bytes to reduce
+    seconds:float=60, # how long it may take, imports included: two GPUs whose P2P copies deadlock would wait for ever
+    code:str=_LINK, # what each of the two processes runs
+)->dict: # {'seconds', 'bytes_per_s'}, or {'error': text}
+    "A small all-reduce between two ranks, the median of seven"
+    import tempfile
+    with tempfile.TemporaryDirectory() as folder:
+        ps = [subprocess.Popen([sys.executable, '-c', code, str(r), folder, backend, str(size)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for r in range(2)]
+        try: said = ps[0].communicate(timeout=seconds)
+        except subprocess.TimeoutExpired: return dict(error=f'two ranks did not finish a small all-reduce in {seconds:.0f} s')
+        finally:
+            for p in ps: p.kill(); p.communicate()
+    lines = [x for x in said[0].splitlines() if x.startswith('ANSWER')]
+    if not lines: return dict(error=(said[1].strip().splitlines() or [f'exit code {ps[0].returncode}'])[-1])
+    took = json.loads(lines[-1][6:])['seconds']
+    return dict(seconds=took, bytes_per_s=size/took)   # of two ranks each sends the tensor once
+
+def link_meaning(
+    speed:float, # bytes/s
+    cuda:bool, # between GPUs
+)->tuple: # (sentence, advice or '')
+    "What a bandwidth means for training"
+    each = f'the fp32 gradients of a billion parameters take {4e9/speed:.3g} s'
+    if not cuda: return f'{each}; enough to learn and to test with, nothing like a GPU', ''
+    if speed>=1e11: return f'{each}: NVLink or better; every strategy is at home here', ''
+    if speed>=8e9: return f'{each}: about PCIe; zero3 and fsdp send three times as much as ddp, so where it fits ddp, zero1 or zero2 will be faster', ''
+    return f'{each}: slower than PCIe', 'the GPUs may be talking through host memory: nvidia-smi topo -m shows how they are connected, and NCCL_DEBUG=INFO what NCCL takes'
+
+def check_link()->list: # findings
+    "The bandwidth between two ranks"
+    gpus = shutil.which('nvidia-smi') and ask('import torch; print("ANSWER"+str(torch.cuda.device_count()))')
+    cuda = isinstance(gpus, int) and gpus>1
+    a = measure_link('nccl', 2**28) if cuda else measure_link()
+    where = 'between the first two GPUs, over NCCL' if cuda else 'between two processes, over Gloo'
+    if 'error' in a:
+        fix = 'their peer-to-peer copies may deadlock: try NCCL_P2P_DISABLE=1 (recipe: env), and NCCL_DEBUG=INFO to see more' if cuda else 'allow sockets on the interface lo; ranks can\'t train together without'
+        return [Finding('bad', 'link of two ranks', f'{where}: {a["error"]}', fix)]
+    said, fix = link_meaning(a['bytes_per_s'], cuda)
+    return [Finding('warn' if fix else 'ok', 'link of two ranks', f'{a["bytes_per_s"]/1e9:.3g} GB/s {where}: {said}', fix)]
+
+# %% ../../nbs/ui/05_doctor.ipynb #2694e665
 def check_demo()->list: # findings
     "The weights of the demo model"
     from shardnb.run.models import demo_problems
@@ -176,8 +253,8 @@ def check_notebook()->list: # findings
     elsewhere = '' if 'jupyterlab' in have or 'notebook' in have else '; the front end lives elsewhere'
     return [Finding('ok', 'notebook', ', '.join(f'{k} {v}' for k,v in have.items())+elsewhere)]
 
-# %% ../../nbs/ui/05_doctor.ipynb #203e5b22
-CHECKS = (check_system, check_packages, check_torch, check_deepspeed, check_room, check_demo, check_notebook)
+# %% ../../nbs/ui/05_doctor.ipynb #dc1a25a6
+CHECKS = (check_system, check_packages, check_torch, check_deepspeed, check_room, check_link, check_pool, check_demo, check_notebook)
 
 def _look(check):
     "The findings of one check; a check that breaks is a finding too"
