@@ -17,6 +17,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
+ENDS = {"forward": "after_forward", "backward": "after_backward", "step": "after_step"} # phase -> the mark at its end
 LIMITS = dict(peak=.05, median=.02, states=.01, unnamed=.05)
 BASE = dict(bos_token_id=1, eos_token_id=2, pad_token_id=0)
 LLAMA = BASE | dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=640, intermediate_size=1728, num_hidden_layers=6, num_attention_heads=10, num_key_value_heads=5,
@@ -65,17 +66,18 @@ def measure(home, shape, strategy, options):
     run = train(Recipe(model="demo" if shape == "demo" else model_folder(Path(home, shape.replace(" ", "-")), SHAPES[shape]), dataset=rows(home, o["micro_batch"]), strategy=strategy, **o), home=home)
     plan, m = run.plan, run.memory
     m = m[m.step >= 3]
-    total = m[(m.moment == "peak") & (m.category == "total") & (m.place == "device")].bytes.max()
-    predicted = run.predicted
+    predicted, peaks = run.predicted, run.peaks()
     want_peak = predicted.peak + predicted.host_peak
-    before = m[(m.moment == ("after_backward" if predicted.peak_at == "step" else "after_forward")) & (m.place == "host")] # what the probe took off as the host's
-    total += before.groupby(["rank", "step"]).bytes.sum().max() if len(before) else 0
+    host = m[m.place == "host"].groupby(["rank", "step", "moment"]).bytes.sum() # what the probe takes off a phase's peak: what lies on the host when it ends
+    total = max(p.bytes + host.get((p.rank, p.step, ENDS[p.phase]), 0) for p in peaks[peaks.step >= 3].itertuples())
     back = m[(m.moment == "after_backward") & (m.step == m.step.max())]
     from shardnb.plan.strategy import weights_dtype
     recipe = run.recipe
-    want = state_bytes(plan["facts"], strategy, plan["settings"], recipe.precision, plan["world_size"], weights_dtype(recipe), moment="after_backward")
     held = back[back.category.isin(STATES)].groupby("rank").bytes.sum()
-    states = max(abs(held / sum(want[c] for c in STATES) - 1))
+    def want(rank):
+        b = state_bytes(plan["facts"], strategy, plan["settings"], recipe.precision, plan["world_size"], weights_dtype(recipe), moment="after_backward", rank=rank)
+        return sum(b[c] for c in STATES)
+    states = max(abs(n / want(rank) - 1) for rank, n in held.items())
     unnamed = (m[(m.category == "temp") & m.moment.isin(["after_backward", "after_step"])].groupby(["rank", "step", "moment"]).bytes.sum() / total).max()
     return dict(shape=shape, strategy=strategy, options=options, predicted=want_peak, at=predicted.peak_at, measured=int(total), error=want_peak / total - 1,
                 states=float(states), unnamed=float(unnamed) if unnamed == unnamed else 0.)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from shardnb.run.handle import Run
 from shardnb.run.planner import plan_run
+from shardnb.run.process import die_with_parent
 from shardnb.run.rundir import RunDir, write_json
 
 HEAVY = ("torch", "transformers", "trl", "peft", "datasets", "accelerate", "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer", "transformers.models.llama.modeling_llama",
@@ -36,8 +37,9 @@ def free_port():
         return s.getsockname()[1]
 
 
-def _child(rundir, rank, world_size, port, env):
+def _child(rundir, rank, world_size, port, env, parent):
     os.setsid()
+    die_with_parent(parent)  # a test run that is killed leaves no ranks behind
     os.environ.update(env, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_WORLD_SIZE=str(world_size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     fd = os.open(rundir.log_path(rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for std in (1, 2): os.dup2(fd, std)
@@ -50,8 +52,8 @@ def _child(rundir, rank, world_size, port, env):
         os._exit(code)
 
 
-def train(recipe, cell=None, inputs=None, timeout=120, home=None, **plan):
-    "Run a recipe on forked ranks and return its `Run`; the end of a failed rank's log is in the error."
+def start(recipe, cell=None, inputs=None, home=None, **plan):
+    "Fork the ranks of a run; returns its `Run` and {rank: process id}"
     import importlib
 
     from shardnb.run.cell import Cell, collect
@@ -60,23 +62,34 @@ def train(recipe, cell=None, inputs=None, timeout=120, home=None, **plan):
     made = plan_run(recipe, parsed) | plan
     rundir = RunDir.create(made.pop("recipe"), cell, collect(parsed, inputs) if inputs else None, made, home)
     n, port = made["world_size"], free_port()
-    pids = {}
+    pids, me = {}, os.getpid()
     for r in range(n):
         pids[r] = os.fork()
-        if pids[r] == 0: _child(rundir, r, n, port, made["env"])
+        if pids[r] == 0: _child(rundir, r, n, port, made["env"], me)
+    return Run(rundir), pids
+
+
+def wait(pids, timeout=120):
+    "Wait for forked ranks; those that are still there after `timeout` seconds are killed and returned"
     end, codes = time.time() + timeout, {}
-    while len(codes) < n and time.time() < end:
+    while len(codes) < len(pids) and time.time() < end:
         for r, pid in pids.items():
             if r not in codes and os.waitpid(pid, os.WNOHANG)[0]: codes[r] = True
         time.sleep(.02)
-    for r, pid in pids.items():
-        if r not in codes:
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-    run = Run(rundir)
+    left = [r for r in pids if r not in codes]
+    for r in left:
+        os.kill(pids[r], signal.SIGKILL)
+        os.waitpid(pids[r], 0)
+    return left
+
+
+def train(recipe, cell=None, inputs=None, timeout=120, home=None, **plan):
+    "Run a recipe on forked ranks and return its `Run`; the end of a failed rank's log is in the error."
+    run, pids = start(recipe, cell, inputs, home, **plan)
+    left, rundir, n = wait(pids, timeout), run.rundir, len(pids)
     states = [e["state"] for e in run.events("end")]
-    if len(codes) < n or "failed" in states or len(states) < n:
+    if left or "failed" in states or len(states) < n:
         errors = [p.read_text()[-3000:] for p in rundir.errors_path.glob("*.json")]
-        raise AssertionError(f"{recipe}: ended {states}, {n - len(codes)} ranks had to be killed\n" + "\n".join(errors or [rundir.log_path(0).read_text()[-2000:]]))
+        raise AssertionError(f"{recipe}: ended {states}, {len(left)} ranks had to be killed\n" + "\n".join(errors or [rundir.log_path(0).read_text()[-2000:]]))
     write_json(rundir.exit_path, dict(v=1, state=states[0], ended_at=time.time(), returncodes={str(r): 0 for r in range(n)}, error=None))
     return run

@@ -69,11 +69,11 @@ def test_whoever_comes_second_puts_its_model_beside(home, monkeypatch):
     from types import SimpleNamespace
     from shardnb.run.worker import Worker
     class Model:
-        def save_pretrained(self, folder, state_dict=None): (Path(folder) / "model.safetensors").write_text("new")
+        def save_pretrained(self, folder, state_dict=None): (Path(folder) / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}") # no tensors
     told = []
     def worker(id, **plan):
         w = Worker.__new__(Worker)
-        w.recipe, w.rundir, w.plan, w.rank = Recipe(output_dir=str(home / "out")), RunDir(home / id), plan, 0
+        w.recipe, w.rundir, w.plan, w.rank, w.world_size = Recipe(output_dir=str(home / "out")), RunDir(home / id), plan, 0, 1
         w.strategy, w.observer = SimpleNamespace(name="ddp"), SimpleNamespace(steps=3, phase=lambda name: None)
         w.engine = SimpleNamespace(full_state_dict=dict)
         w.events = SimpleNamespace(write=lambda kind, **e: told.append(e.get("path") or e.get("message")))
@@ -88,7 +88,7 @@ def test_whoever_comes_second_puts_its_model_beside(home, monkeypatch):
     assert [p.name for p in final.iterdir()] == ["adapter.safetensors"] and (home / "out" / "final-b" / "model.safetensors").exists()
     assert str(home / "out" / "final-b") in told and any("another run" in str(t) for t in told)
     worker("c", resumed="b").save_final(trainer)
-    assert [p.name for p in final.iterdir()] == ["model.safetensors"] and sorted(p.name for p in (home / "out").iterdir()) == ["final", "final-b"]
+    assert sorted(p.name for p in final.iterdir()) == ["model.safetensors", "shardnb.json"] and sorted(p.name for p in (home / "out").iterdir()) == ["final", "final-b"]
 
 
 @pytest.mark.parametrize("left", ["final", "checkpoint-20"])

@@ -99,6 +99,19 @@ def test_world_of_many(model):
     assert max(map(sum, zip(*t["bytes"].values()))) == e["peak"]
 
 
+@pytest.mark.parametrize("kw", [dict(tuning="lora", lora_dropout=.05), dict(precision="bf16", optim="adamw_torch_fused")])
+def test_the_instant_prediction_knows_what_zero3_holds(model, kw):
+    "The input of frozen layers too, and the flat copy of a slice of gradients."
+    from shardnb.plan.machine import Machine
+    from shardnb.run.forecast import Forecaster
+    m = Machine.preset("2xA100-80GB")
+    r = recipe(model, "zero3", max_length=32, **kw)
+    e, quick = play(r, cuda=True), Forecaster().predict(r, "zero3", 2, m)
+    total = lambda b, phase: sum(b[phase].values())
+    assert quick.phases["after_forward"]["activations"] == pytest.approx(e["phases"]["after_forward"]["activations"], rel=.01, abs=2**16)
+    assert total(quick.phases, "step") == pytest.approx(total(e["phases"], "step"), rel=.005)
+
+
 def test_accumulating_ddp_needs_gradients_twice(model):
     "Between micro-batches DDP's gradients lie outside its buckets."
     one, two = (play(recipe(model, "ddp", grad_accum=n)) for n in (1, 2))

@@ -10,7 +10,7 @@ import pytest
 
 from shardnb.plan.advise import Plan
 from shardnb.plan.memory import MemoryBreakdown
-from shardnb.plan.problem import Problem, RecipeError, ShardnbError
+from shardnb.plan.problem import PlanError, Problem, RecipeError, ShardnbError
 from shardnb.plan.recipe import Recipe
 from shardnb.ui import figures as F
 from shardnb.ui.picker import Picker
@@ -103,6 +103,18 @@ def test_error_counts_from_the_third_step():
     assert F.prediction_text(run) == "predicted 10.0 GiB at backward, measured 11.0 GiB: off by -9.1 %"
     assert F.prediction_text(run_with(breakdown(params=6), steps=(1, 2))) == "predicted 6.00 GiB at backward"
     assert F.prediction_text(run_with(None)) == ""
+
+
+@pytest.mark.parametrize("longest,ran,text", [
+    (256, 128, "predicted 10.0 GiB at backward with rows of 256 tokens, 6.00 GiB with rows of 128 as they ran, measured 11.0 GiB: off by -45.5 %"),
+    (None, 256, "predicted at most 10.0 GiB at backward, measured 11.0 GiB: off by -9.1 %"), (256, None, "predicted 10.0 GiB at backward, measured 11.0 GiB: off by -9.1 %")])
+def test_a_run_with_shorter_rows_is_compared_with_what_was_predicted_for_these(longest, ran, text):
+    run = run_with(breakdown(params=6, activations=4))
+    run.plan = {"predicted_lengths": {"longest": longest, "by_length": [[64, 4 * G], [192, 8 * G], [256, 10 * G]]}}
+    event = dict(moment="peak", place="device", phase="backward")
+    run.events = lambda kind: [event | dict(step=2, bytes={"total": 12 * G}, length=200), event | dict(step=3, bytes={"total": 11 * G}, **({"length": ran} if ran else {})),
+                               event | dict(step=3, bytes={"total": 9 * G}, length=32)]
+    assert F.prediction_text(run) == text
 
 
 def test_predicted_bars_are_hatched_beside_measured_ones():
@@ -281,3 +293,51 @@ def test_picker_offers_auto():
     p.fields["strategy"].value = "auto"
     p.read(background=False)
     assert p.recipe.strategy == "auto" and not p.problems.value and "recommended" in p.about.value
+
+
+class Exactly:
+    "Stands for the exact prediction: says how far it is, then waits"
+    def __init__(self, answer): self.answer, self.asked, self.go = answer, [], threading.Event()
+    def __call__(self, recipe, machine=None, exact=False, on_progress=None):
+        self.asked.append((recipe, exact))
+        on_progress(2, 4, "first step")
+        assert self.go.wait(10)
+        if isinstance(self.answer, Exception): raise self.answer
+        return self.answer
+
+
+def planned_picker(monkeypatch, answer, **kw):
+    from shardnb.run import forecast
+    exactly, ask = Exactly(answer), Slow()
+    monkeypatch.setattr(forecast, "predict", exactly)
+    ask.go.set()
+    p = start(ask=ask, pause=0, **kw)
+    assert p.exact.disabled
+    p.read(background=False)
+    assert not p.exact.disabled
+    return p, exactly
+
+
+def test_picker_works_out_exactly_with_progress(monkeypatch):
+    p, exactly = planned_picker(monkeypatch, breakdown(params=10, activations=10))
+    p.exact.click()
+    assert until(lambda: p.progress.value == 2) and (p.progress.max, p.progress.description, p.progress.layout.display) == (4, "first step", None) and p.exact.disabled
+    exactly.go.set()
+    assert until(lambda: p.exactly.value) and p.progress.layout.display == "none"
+    assert [(r.strategy, e) for r, e in exactly.asked] == [("zero3", True)]
+    assert "zero3 by the engine&#x27;s own code: 20.0 GiB" in p.exactly.value and "+10.0 %" in p.exactly.value
+    assert p.plan["zero3, exact"].peak == 20 * G
+    p.fields["max_length"].value = "64"
+    assert until(lambda: p.exactly.value == "")
+
+
+def test_an_exact_answer_to_an_older_form_is_dropped_and_an_error_is_said(monkeypatch):
+    p, exactly = planned_picker(monkeypatch, PlanError("no such kernel"))
+    p.exact.click()
+    assert until(lambda: exactly.asked)
+    p.fields["max_length"].value = "64"
+    exactly.go.set()
+    assert until(lambda: p.progress.layout.display == "none") and p.exactly.value == ""
+    assert until(lambda: not p.exact.disabled)
+    p.exact.click()
+    assert until(lambda: "no such kernel" in p.exactly.value) and not p.exact.disabled

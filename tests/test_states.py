@@ -31,9 +31,9 @@ def check(wide, home, strategy, nproc=2, **kw):
     from shardnb.plan.memory import state_bytes
     from shardnb.run.models import weights_dtype
     r, p = run.recipe, run.plan
-    want, out = state_bytes(p["facts"], p["strategy"], p["settings"], r.precision, nproc, weights_dtype(r), moment="after_backward"), []
+    out = []
     for rank in range(nproc):
-        got = measured(run, rank, 2)
+        got, want = measured(run, rank, 2), state_bytes(p["facts"], p["strategy"], p["settings"], r.precision, nproc, weights_dtype(r), moment="after_backward", rank=rank)
         for c in STATES:
             out.append((strategy, nproc, rank, c, got[c], want[c], got[c] / want[c] - 1))
     total = sum(want[c] for c in STATES)

@@ -7,7 +7,7 @@ Docs: https://shardnb.github.io/shardnb/plan/recipe.html.md"""
 # %% auto #0
 __all__ = ['GROUPS', 'unknown_key', 'Recipe', 'Option', 'options_of', 'recipe_table']
 
-# %% ../../nbs/plan/02_recipe.ipynb #5b17acd0
+# %% ../../nbs/plan/02_recipe.ipynb #09a115fe
 import json, os, re, shlex, types, typing
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from .place import as_path, kind_problems, missing_file, name_problems
 from .problem import Problem, RecipeError, missing_package, nearest, not_given, unknown_word
+from .secret import mask_shapes, masked, secret_name
 from .strategy import Strategy, _parse_strategy, weights_dtype
 from .batch import solve_batch
 from .document import json_fault, read_scalar, read_yaml
@@ -239,16 +240,20 @@ def _sharding_problems(r, s):
     out += [Problem("out", n, f"{n!r} is not a variable's name", "names such as model, history") for n in r.out if not n.isidentifier()]
     return out
 
-# %% ../../nbs/plan/02_recipe.ipynb #68814a92
-_SECRET = re.compile(r"(TOKEN|KEY|SECRET|PASSWORD|PASSWD)S?$|SECRET|PASSWORD|ACCESS_KEY", re.I)
-def _masked(field, value): return value if field != "env" else {k: "***" if _SECRET.search(k) else v for k, v in value.items()}
+# %% ../../nbs/plan/02_recipe.ipynb #66f7ff2c
+def _masked(field, value): return masked(value) if field != "env" else {k: "***" if secret_name(k) else masked(v) for k, v in value.items()}
 def _env_problems(r):
     "Variables that the launcher sets itself, and those that hold a secret."
     out = [Problem(f"env.{k}", v, "is set by the launcher for each rank", "any other variable") for k, v in r.env.items() if k in _OWNED_ENV]
     if "CUDA_VISIBLE_DEVICES" in r.env:
         out.append(Problem("env.CUDA_VISIBLE_DEVICES", r.env["CUDA_VISIBLE_DEVICES"], "say which GPUs with gpus", "gpus=0,1", "gpus"))
     return out + [Problem(f"env.{k}", "***", "a secret would be written to the run's files; set it in the environment of the notebook or shell, ranks inherit it")
-                  for k in r.env if _SECRET.search(k)]
+                  for k, v in r.env.items() if secret_name(k) or mask_shapes(v) != v]
+def _token_problems(r):
+    "Values that look like a token."
+    texts = {k: v for k, v in r.options().items() if k != "env" and isinstance(v, (str, list, dict))}
+    return [Problem(k, "***", f"holds what looks like a token ({mask_shapes(v) if isinstance(v, str) else '***'}), which would be written to the run's files; ranks inherit HF_TOKEN and the like from the notebook's environment")
+            for k, v in texts.items() if mask_shapes(str(v)) != str(v)]
 
 # %% ../../nbs/plan/02_recipe.ipynb #55d51d8d
 _TRACKERS = {"azure_ml": ("azureml",), "comet_ml": ("comet_ml",), "mlflow": ("mlflow",), "neptune": ("neptune",), "tensorboard": ("tensorboard", "tensorboardX"),
@@ -262,11 +267,11 @@ def _tracker_packages(r):
     from importlib.util import find_spec
     return [missing_package("report_to", n, " or ".join(need), need[0]) for n in r.report_to if (need := _TRACKERS.get(n)) and not any(map(find_spec, need))]
 
-# %% ../../nbs/plan/02_recipe.ipynb #9659972b
+# %% ../../nbs/plan/02_recipe.ipynb #51b6ab58
 def _check(r):
     "Raises `RecipeError` with every contradiction in `r`."
     s = Strategy.parse("ddp" if r.strategy == "auto" else r.strategy) # what 'auto' becomes is checked when it is chosen
-    problems = _precision_problems(r, s) + _schedule_problems(r) + _sharding_problems(r, s) + _env_problems(r) + _tracker_problems(r)
+    problems = _precision_problems(r, s) + _schedule_problems(r) + _sharding_problems(r, s) + _env_problems(r) + _token_problems(r) + _tracker_problems(r)
     if problems: raise RecipeError(problems)
 
 # %% ../../nbs/plan/02_recipe.ipynb #9394bd82
@@ -329,10 +334,11 @@ def _magic_line(self, magic="%shardtrain") -> str:
     return " ".join(parts)
 Recipe.magic_line = _magic_line
 
-# %% ../../nbs/plan/02_recipe.ipynb #d87da5ae
+# %% ../../nbs/plan/02_recipe.ipynb #8cbedcef
 def _to_yaml(self, path=None) -> str: # the text; with `path` it is written there too
     "This recipe as YAML."
-    text = yaml.safe_dump(self.options(), sort_keys=False, allow_unicode=True, default_flow_style=False, width=120) if self.options() else "{}\n"
+    options = {k: _masked(k, v) if k == "env" else v for k, v in self.options().items()}
+    text = yaml.safe_dump(options, sort_keys=False, allow_unicode=True, default_flow_style=False, width=120) if options else "{}\n"
     if path is not None: Path(path).write_text(text, encoding="utf-8")
     return text
 Recipe.to_yaml = _to_yaml

@@ -258,12 +258,15 @@ def drawn_alike(
     try: yield
     finally: PreTrainedModel._from_config = classmethod(plain)
 
-# %% ../../nbs/run/05_models.ipynb #3ac953ea
+# %% ../../nbs/run/05_models.ipynb #6df79784
 def _random_files(cfg, recipe, say: Callable[[str], None]) -> str: # a folder with weights
     "Random weights as files, for a loader that can't do without"
     import hashlib
     key = hashlib.sha256(f"{cfg.to_json_string()}{recipe.seed}".encode()).hexdigest()[:16]
-    def build(part): _random_model(cfg, recipe, {"dtype": "float32"}, say).save_pretrained(part)
+    def build(part):
+        model = _random_model(cfg, recipe, {"dtype": "float32"}, say)
+        model.should_save_on_this_rank = lambda is_main_process: True  # Transformers 5.24 writes on rank 0 only, and whichever rank comes first builds
+        model.save_pretrained(part)
     return str(build_once(cache_dir()/"random"/key, build))
 
 def _quantization(recipe):

@@ -8,20 +8,24 @@ Docs: https://shardnb.github.io/shardnb/run/observer.html.md"""
 __all__ = ['FIRST_STEPS', 'SHARE', 'THINNING', 'DEEP_GROWTH', 'SHARD_ROWS', 'StopRun', 'Observer', 'TrainerWatch', 'watched',
            'watch', 'LazyAccelerator', 'loop_accelerator', 'make_log']
 
-# %% ../../nbs/run/08_observer.ipynb #313af16b
+# %% ../../nbs/run/08_observer.ipynb #b2c7bc57
 import time
+from collections import deque
+from statistics import median
 
 import torch
 import torch.distributed as dist
 from fastcore.basics import patch
 from transformers import PrinterCallback, TrainerCallback
 
+from .checkpoint import tidy
 from .comm import Comm
 from .engine import unwrap
 from .probe import Clock, Probe
+from .saving import Saver
 from .timeline import Timeline
 
-# %% ../../nbs/run/08_observer.ipynb #4cb80356
+# %% ../../nbs/run/08_observer.ipynb #6423bf72
 FIRST_STEPS = 3      # steps that are always measured: the second is the first with optimizer states, the third is like all that follow
 SHARE = .003         # of the time may go into measuring, the sampler's looks included; after the first steps a step is measured only while less went into it (about one in three seconds)
 THINNING = 200       # and at most one step is measured in a 200th of the run's age: after 10 hours one every 3 minutes; with more than 8 ranks less often
@@ -46,6 +50,9 @@ class Observer:
         self._next_check, self._begun, self._measured_t, self._cost, self.measuring = 1, time.monotonic(), 0., 0., True
         self._asking = None # the question that is on its way: (work, answer)
         self.always = False # measure every step: a benchmark's wish
+        self.health, self.losses, self.items, self._flags = None, [], None, deque() # `run.health`, when the worker has made it; losses of the step's micro-batches; labels in the step, if counted; answers of a GPU that are on their way
+        self.paces = deque(maxlen=9) # s of the last steps; what was done beside them is left out
+        self.length = 0 # tokens of the longest row of the step so far
         self.deep, self.timeline, self._last_micro, self._first, self._next_deep, self._deep_s, self._deep_n = False, None, True, 0, FIRST_STEPS, 0., 0
         engine.around_step(self._before_step, self._after_step)
 
@@ -70,7 +77,7 @@ class Observer:
         self.events.write("effective", **facts, settings=self.engine.settings[self.engine.settings["engine"]])
         rows = self.engine.shards(self.rank, self.world_size)
         self.events.write("shards", rows=rows[:SHARD_ROWS], total=len(rows), truncated=len(rows) > SHARD_ROWS)
-        self.adopted = True
+        self.adopted = self.comm.keeping = True
         self.comm.install()
         if not self.engine.cpp_reducer: self.probe.sent = self.comm.held # DDP's engine knows its buckets
         self.probe.rebase()
@@ -78,9 +85,11 @@ class Observer:
 
     def plan_steps(self,
         total: int, # optimizer steps to come in all; None when a loop doesn't know
+        warmup: int=0, # of them with a rising learning rate
     ):
         "Know the length of the run."
         self.total_steps, self._begun, self._first = total, time.monotonic(), self.steps
+        if self.health: self.health.begin(self.engine.full_parameters(), total, warmup, self.steps)
         self.begin_step()
 
     def begin_step(self):
@@ -89,7 +98,7 @@ class Observer:
         self.comm.take()
         self.probe.peaks.begin()
 
-# %% ../../nbs/run/08_observer.ipynb #05f5a9de
+# %% ../../nbs/run/08_observer.ipynb #282336fb
 @patch
 def mark_memory(self: Observer, moment, step):
     began, by_place = time.perf_counter(), {}
@@ -139,14 +148,22 @@ def forward_ended(self: Observer,
 @patch
 def backward(self: Observer,
     run, # does the backward pass; under DeepSpeed also the optimizer's step
+    loss=None, # of this micro-batch
 ):
     "Run `run` on the clock."
+    if self.health and loss is not None: self.losses.append(loss.detach())
     began = time.perf_counter()
     self._part("backward", "begin")
     run()
     if self.engine.cpp_reducer: self.comm.tail(began)
     self._backward_ended()
     if self.adopted and self.measuring and not self._last_micro: self.probe.passed("backward")
+
+@patch
+def pulse(self: Observer) -> dict: # of `Comm.pulse`, and 'pace': s of a usual step, None before the first
+    "What the heartbeat tells; called from its thread."
+    paces, since = list(self.paces), self.clock.open.get("backward") if self.engine.cpp_reducer and not self.clock.cuda else None
+    return self.comm.pulse(since) | {"pace": round(median(paces), 4) if paces else None}
 
 @patch
 def _backward_ended(self: Observer):
@@ -164,15 +181,18 @@ def _after_step(self: Observer):
     sent = self.comm.take()
     if sent["seconds"] is not None: self.clock.add("comm", sum(sent["seconds"].values()))
     self.steps += 1
+    if self.losses: self._look_at_losses()
     if self.adopted and self.measuring: self._finish_measuring(sent)
+    self.length = 0
     now, done = time.perf_counter(), self.steps - self._first
     if self.deep: self._deep_s, self._deep_n = self._deep_s + now - self._deep_t, self._deep_n + 1
+    self.paces.append(now - self._deep_t)
     self._deep_t = now
     self.measuring, self.deep = self.always or done < FIRST_STEPS, done + 1 >= self._next_deep
     self._look()
     if self.in_loop: self.agreed_to_stop()
 
-# %% ../../nbs/run/08_observer.ipynb #83387f7c
+# %% ../../nbs/run/08_observer.ipynb #63959310
 @patch
 def _finish_measuring(self: Observer, sent):
     "Write what the step that just ended has shown."
@@ -186,11 +206,30 @@ def _finish_measuring(self: Observer, sent):
     if self.steps - self._first <= FIRST_STEPS: self.probe.settle()
     if peak:
         phase, phases, by = peak
-        self._write_memory("peak", self.steps, {"device": by | self.probe.extra()}, phase=phase, phases=phases)
+        self._write_memory("peak", self.steps, {"device": by | self.probe.extra()}, phase=phase, phases=phases, length=self.length or None)
     self.events.write("comm", step=self.steps, **sent)
     took, self._measured_t = time.perf_counter() - began, time.monotonic()
     if not few: self._cost += took
     elif self._step_t: self._step_t += took # the first steps and the deep ones are few: neither on this account nor in their own time
+
+@patch
+def _look_at_losses(self: Observer):
+    "Were this rank's own losses finite? A GPU's answer is read a step later, so that nobody waits for it."
+    losses, self.losses = self.losses, []
+    if self.engine.device.type != "cuda": return self.health.local(self.steps, [float(x) for x in losses], self.rate())
+    answer = torch.stack([x.float().reshape(()) for x in losses]).sum().to("cpu", non_blocking=True)
+    done = torch.cuda.Event()
+    done.record()
+    self._flags.append((self.steps, done, answer))
+    while self._flags and self._flags[0][1].query():
+        step, _, answer = self._flags.popleft()
+        self.health.local(step, [float(answer)], self.rate())
+
+@patch
+def rate(self: Observer) -> float: # None before there is an optimizer
+    "The learning rate now."
+    opt = self.engine._torch_optimizer()
+    return opt.param_groups[0]["lr"] if opt is not None else None
 
 @patch
 def _look(self: Observer):
@@ -200,7 +239,7 @@ def _look(self: Observer):
     self.comm.keeping = self.measuring
     (self.probe.peaks.begin if self.measuring else self.probe.peaks.rest)()
 
-# %% ../../nbs/run/08_observer.ipynb #5d5d1f4e
+# %% ../../nbs/run/08_observer.ipynb #cad1f74b
 @patch
 def step(self: Observer,
     loss=None, lr=None, grad_norm=None, epoch=None, # as the training knows them; what it doesn't is left out
@@ -213,6 +252,7 @@ def step(self: Observer,
     self._deep_s, self._deep_n = 0., 0
     t, tokens = {part: s / k for part, s in t.items()}, tokens and round(tokens / k)
     self._step_t, self._written = now, self.steps
+    if self.health: self.health.step(self.steps, loss, self.rate() if lr is None else lr, grad_norm, **({} if deep else {"step_s": step_s} | {f"{p}_s": s for p, s in t.items()}))
     if self.rank: return
     self.events.write("step", step=self.steps, total_steps=self.total_steps, epoch=epoch, loss=loss, lr=lr, grad_norm=grad_norm, tokens=tokens,
         step_s=step_s, data_s=t.get("data"), forward_s=t.get("forward"), backward_s=t.get("backward"), comm_s=t.get("comm"), optimizer_s=t.get("optimizer"),
@@ -265,7 +305,7 @@ def _heard(self: Observer):
     if look and not self.stopping: self._ask(look == 2)
     return self.stopping
 
-# %% ../../nbs/run/08_observer.ipynb #f9749010
+# %% ../../nbs/run/08_observer.ipynb #bc012c57
 class TrainerWatch(TrainerCallback):
     "Writes events from Trainer's announcements."
     def __init__(self, observer, trainer): self.o, self.trainer, self._last = observer, trainer, None
@@ -276,18 +316,19 @@ class TrainerWatch(TrainerCallback):
         _clock_backward(t.accelerator, self.o)
         self.o.steps = self.o._written = self.first_step = state.global_step
         t._tokens = getattr(t, "_total_train_tokens", 0)
-        self.o.plan_steps(state.max_steps)
+        if self.o.rank == 0: tidy(args.output_dir)
+        self.o.plan_steps(state.max_steps, 0 if args.lr_scheduler_type == "constant" else args.get_warmup_steps(state.max_steps))
         self.o.phase("training")
 
-    def on_epoch_begin(self, args, state, control, **kw):
+    def on_epoch_begin(self, args, state, control, train_dataloader=None, **kw):
         # accelerate 1.15 doesn't reach the sampler when it skips batches to resume inside an epoch; the order would be that of epoch 0
-        if self.trainer.row_order is not None: self.trainer.row_order.set_epoch(int(state.epoch or 0))
+        for s in _samplers(train_dataloader): s.set_epoch(int(state.epoch or 0))
 
     def on_step_begin(self, args, state, control, **kw):
         if state.global_step == self.first_step: self.o.begin_step()
 
     def on_step_end(self, args, state, control, **kw):
-        if self.o.agreed_to_stop(): control.should_save = control.should_training_stop = True
+        if self.o.agreed_to_stop(): control.should_save = control.should_training_stop = control.should_log = True
 
     def on_log(self, args, state, control, logs=None, **kw):
         if not logs: return
@@ -296,27 +337,32 @@ class TrainerWatch(TrainerCallback):
             self._last = state.global_step
             self.o.step(logs["loss"], logs.get("learning_rate"), logs.get("grad_norm"), state.epoch, self.trainer.shardnb_tokens())
 
-    def on_save(self, args, state, control, **kw):
-        if self.o.rank == 0: self.o.events.write("checkpoint", path=f"{args.output_dir}/checkpoint-{state.global_step}", step=state.global_step, complete=True)
+def _samplers(loader):
+    "Whoever decides the order of rows, inside what Accelerate put around them"
+    inner = getattr(loader, "batch_sampler", None)
+    while inner is not None:
+        if hasattr(inner, "set_epoch"): yield inner
+        inner = getattr(inner, "batch_sampler", None) or getattr(inner, "sampler", None)
 
 def _clock_backward(accelerator, observer):
     "Put the accelerator's backward pass on the clock."
     plain = accelerator.backward
-    def backward(loss, **kw): observer.backward(lambda: plain(loss, **kw))
+    def backward(loss, **kw): observer.backward(lambda: plain(loss, **kw), loss)
     accelerator.backward = backward
 
-# %% ../../nbs/run/08_observer.ipynb #32c93ec1
+# %% ../../nbs/run/08_observer.ipynb #a74f8ac2
 def watched(
     cls: type,  # a Trainer class: Transformers', TRL's, or a cell's own
 ) -> type:      # the same, observed
     "A subclass that tells the observer (`self.observer`) about data, forward passes and tokens."
     class Watched(cls):
-        observer, sampler_factory, row_order, _tokens = None, None, None, 0
+        observer, saver, sampler_factory, _tokens = None, None, None, 0
 
         def get_batch_samples(self, *args, **kw):
             self.observer.clock.begin("data")
             batches, items = super().get_batch_samples(*args, **kw)
             self.observer.clock.end("data")
+            self.observer.items = items
             if not hasattr(self, "_total_train_tokens"):
                 self._tokens = sum(int((b["attention_mask"] if "attention_mask" in b else b["input_ids"].ne(-1)).sum()) for b in batches if "input_ids" in b)
             return batches, items
@@ -333,14 +379,14 @@ def watched(
         def compute_loss(self, model, inputs, *args, **kw):
             if not model.training: return super().compute_loss(model, inputs, *args, **kw)
             self.observer.forward_begins()
+            if (ids := inputs.get("input_ids")) is not None: self.observer.length = max(self.observer.length, ids.shape[-1])
             out = super().compute_loss(model, inputs, *args, **kw)
             self.observer.forward_ended(self.accelerator.sync_gradients)
             return out
 
         def _get_train_sampler(self, *args, **kw):
             if self.sampler_factory is None: return super()._get_train_sampler(*args, **kw)
-            self.row_order = self.sampler_factory()
-            return self.row_order
+            return self.sampler_factory()
 
         def evaluate(self, *args, **kw):
             own = super().evaluate
@@ -348,17 +394,18 @@ def watched(
 
         def _save_checkpoint(self, *args, **kw):
             own = super()._save_checkpoint
-            self.observer.aside("saving", lambda: own(*args, **kw))
+            self.observer.aside("saving", lambda: self.saver.save(self, lambda: own(*args, **kw)))
     Watched.__name__, Watched.__qualname__ = cls.__name__, cls.__qualname__
     return Watched
 
 def watch(
     trainer,            # a ready trainer
     observer: Observer, # told about everything
+    **facts,            # of `saving.Saver`
 ):                      # the same trainer, observed
     "Put the observer on a trainer that exists."
     trainer.__class__ = watched(type(trainer))
-    trainer.observer = observer
+    trainer.observer, trainer.saver = observer, Saver(observer, **facts)
     trainer.add_callback(TrainerWatch(observer, trainer))
     trainer.remove_callback(PrinterCallback) # the same numbers are in the events
     observer.engine.before_wrap(trainer.accelerator, trainer.model)

@@ -8,13 +8,14 @@ Docs: https://shardnb.github.io/shardnb/run/planner.html.md"""
 __all__ = ['IDLE', 'CALLS', 'layer_classes', 'fsdp_units', 'describe', 'describe_module', 'model_facts', 'Planner', 'cell_kind',
            'kept', 'recipe_facts', 'plan_run']
 
-# %% ../../nbs/run/03_planner.ipynb #0a0eff05
-import atexit, hashlib, json, os, re, select, tempfile, threading, time
+# %% ../../nbs/run/03_planner.ipynb #5e3e4fc9
+import atexit, hashlib, json, os, re, select, sys, tempfile, threading, time
 from dataclasses import astuple
 from pathlib import Path
 from types import SimpleNamespace
 from ..plan.machine import Machine
 from ..plan.memory import state_bytes
+from ..plan.place import as_path, is_path
 from ..plan.problem import PlanError, Problem, RecipeError
 from ..plan.effect import no_effect
 from ..plan.strategy import Strategy, settings
@@ -58,7 +59,7 @@ def fsdp_units(
     group("root", model)
     return units
 
-# %% ../../nbs/run/03_planner.ipynb #7e45fba9
+# %% ../../nbs/run/03_planner.ipynb #bf2da033
 def describe(
     model, # a model on any device, also 'meta'
     wrap=(), # layer classes; empty: `layer_classes`
@@ -115,10 +116,44 @@ def model_facts(
     with torch.device("meta"):
         net = AutoModelForCausalLM.from_config(cfg, trust_remote_code=trust_remote_code, dtype=torch.float32)
         net.tie_weights()
+        plain = tuning != "full" and not fsdp_wrap and not fsdp_keep and not _names_a_layer(lora_target_modules)
+        cut = _cut(net) if plain else None
         net = apply_peft(net, r, "ddp")
-    return describe(net, fsdp_wrap, fsdp_keep)
+    facts = describe(net, fsdp_wrap, fsdp_keep)
+    return _grow(facts, *cut) if cut else facts
 
-# %% ../../nbs/run/03_planner.ipynb #78f50cc3
+# %% ../../nbs/run/03_planner.ipynb #13cfe69d
+def _names_a_layer(targets): # of a recipe: names, or a pattern
+    "Might it single out some layers?"
+    if isinstance(targets, str): return targets != "all-linear"
+    return any(re.search(r"(^|\.)\d+(\.|$)", t) for t in targets)
+
+def _cut(model):
+    "Leave one layer of each kind; returns (name of the list of layers, kind of each layer), or None where nothing was cut"
+    import torch
+    classes = layer_classes(model)
+    layers = [m for m in model.modules() if type(m).__name__ in classes]
+    path = next((n for n, m in model.named_modules() if isinstance(m, torch.nn.ModuleList) and [*m] == layers), None)
+    owners = [id(p) for x in layers for p in x.parameters()]
+    if not path or len(set(owners)) < len(owners): return None
+    look = [(*((n, type(m).__name__) for n, m in x.named_modules()), *((n, p.shape) for n, p in x.named_parameters())) for x in layers]
+    first = {}
+    for i, x in enumerate(look): first.setdefault(x, i)
+    if 2 * len(first) > len(layers): return None
+    above, _, name = path.rpartition(".")
+    setattr(model.get_submodule(above), name, torch.nn.ModuleList(layers[i] for i in first.values()))
+    number = {x: k for k, x in enumerate(first)}
+    return path, [number[x] for x in look]
+
+def _grow(facts, path, kinds):
+    "The facts of the whole model from those of the cut one"
+    rows, at = facts["params"], [i for i, p in enumerate(facts["params"]) if p[3].startswith("layers.")]
+    of = lambda k: [p for p in rows[at[0]:at[-1] + 1] if p[3] == f"layers.{k}"]
+    def renamed(p, k, i): return [p[0].replace(f"{path}.{k}.", f"{path}.{i}.", 1), p[1], p[2], f"layers.{i}", p[4]]
+    params = [*rows[:at[0]], *(renamed(p, k, i) for i, k in enumerate(kinds) for p in of(k)), *rows[at[-1] + 1:]]
+    return facts | {"params": params, "total": sum(p[1] for p in params), "trainable": sum(p[1] for p in params if p[2])}
+
+# %% ../../nbs/run/03_planner.ipynb #5416be00
 IDLE = 900  # s without a question before the helper leaves
 
 def _validate(d, world_size=1):
@@ -134,6 +169,10 @@ def _predict(**kw):
     from shardnb.run.forecast import answer_predict
     return answer_predict(**kw)
 
+def _forecast(**kw):
+    from shardnb.run.forecast import answer_forecast
+    return answer_forecast(**kw)
+
 def _plan(**kw):
     from shardnb.run.forecast import answer_plan
     return answer_plan(**kw)
@@ -142,7 +181,7 @@ def _choose(**kw):
     from shardnb.run.forecast import answer_choose
     return answer_choose(**kw)
 
-CALLS = {"model_facts": model_facts, "predict": _predict, "plan": _plan, "choose": _choose, "validate_deepspeed": _validate, "preview": _preview, "ping": lambda: "pong"}
+CALLS = {"model_facts": model_facts, "predict": _predict, "forecast": _forecast, "plan": _plan, "choose": _choose, "validate_deepspeed": _validate, "preview": _preview, "ping": lambda: "pong"}
 
 def _answer(q):
     "One answer to one question"
@@ -233,8 +272,9 @@ def _call(self,
 
 Planner.call = _call
 
-# %% ../../nbs/run/03_planner.ipynb #9ed3c05a
+# %% ../../nbs/run/03_planner.ipynb #279f7494
 if __name__ == "__main__":
+    sys.modules.setdefault("bitsandbytes", None)  # peft would import it, which takes a second; nothing is quantized here
     _out = os.dup(1)
     os.dup2(2, 1)  # what a library prints must not pass for an answer
     _serve(_out)
@@ -292,7 +332,7 @@ def recipe_facts(recipe):
     try: return kept("facts", recipe, {n: v for n, v in kw.items() if n != "model"}, lambda: Planner.get().call("model_facts", **kw))
     except PlanError as e: raise RecipeError(Problem("model", recipe.model, f"can't be read: {e}")) from e
 
-# %% ../../nbs/run/03_planner.ipynb #97385cfd
+# %% ../../nbs/run/03_planner.ipynb #0cc49067
 def _class_problems(recipe, facts):
     "Layer classes to wrap that the model lacks"
     return [] if not recipe.fsdp_wrap or any(p[3].startswith("layers.") for p in facts["params"]) else [
@@ -314,7 +354,11 @@ def _chosen(recipe, machine):
 def _predicted(r, s, nproc, machine):
     "What a rank is predicted to hold, as JSON, and a note where that can't be told; a run doesn't depend on it"
     ask = dict(recipe=r.to_yaml(), strategy=s.name, nproc=nproc, machine=machine.to_json())
-    try: return kept("predictions", r, ask, lambda: Planner.get().call("predict", **ask)), []
+    def asked(): return Planner.get().call("forecast", **ask)
+    from shardnb.run.forecast import rows_at_hand
+    p = as_path(r.dataset) if r.dataset and is_path(r.dataset) else None
+    stamp = [p.stat().st_size, p.stat().st_mtime_ns] if p and p.is_file() else None
+    try: return kept("predictions", r, [ask, stamp], asked) if rows_at_hand(r) or r.packing else asked(), [] # of other data more may be known after a run
     except PlanError as e: return None, [f"memory is not predicted: {e}"]
 
 def plan_run(
@@ -348,6 +392,6 @@ def plan_run(
     if problems: raise RecipeError(_distinct(problems, said))
     s = Strategy.parse(r.strategy)
     held = state_bytes(facts, s, found, r.precision, nproc, weights_dtype(r)) if facts else None
-    predicted, unknown = _predicted(r, s, nproc, machine) if facts else (None, [])
+    told, unknown = _predicted(r, s, nproc, machine) if facts else (None, [])
     return {"v": 1, "recipe": r.to_yaml(), "given": recipe.to_yaml(), "strategy": s.name, "engine": s.engine, "kind": kind, "model": r.model or ("the cell's" if own_model else None), "dataset": r.dataset, "nproc": nproc, "world_size": nproc,
-            "settings": found, "facts": facts, "state_bytes": held, "predicted": predicted, "machine": str(machine), "cuda": machine.cuda, "device_bytes": machine.device_bytes, "env": rank_env(r, machine, nproc), "notes": [*why, *unknown, *found["notes"], *no_effect(recipe, kind, cell.assigned, cell.text)]}
+            "settings": found, "facts": facts, "state_bytes": held, "predicted": told and told["breakdown"], "predicted_lengths": told and {k: told[k] for k in ("longest", "by_length")}, "machine": str(machine), "cuda": machine.cuda, "device_bytes": machine.device_bytes, "timeout": r.timeout, "env": rank_env(r, machine, nproc), "notes": [*why, *unknown, *found["notes"], *no_effect(recipe, kind, cell.assigned, cell.text)]}

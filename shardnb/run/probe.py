@@ -150,7 +150,7 @@ class Clock:
         out, self.spent = self.spent, {}
         return out
 
-# %% ../../nbs/run/07_probe.ipynb #2c586637
+# %% ../../nbs/run/07_probe.ipynb #22c00cbf
 PHASES = {"after_forward": "forward", "after_backward": "backward", "after_step": "step"} # what ends at a mark
 _SIDES = {"forward": ("after_step", "after_forward"), "backward": ("after_forward", "after_backward"), "step": ("after_backward", "after_step")}
 
@@ -215,6 +215,17 @@ class Probe:
         self._marks[moment] = known
         return known
 
+    def now(self,
+        computing: bool, # in the middle of a forward or backward pass: what isn't walked is activations
+    ) -> dict:           # {place: {category: bytes}}
+        "Where the bytes are at this moment, for an error; nothing is kept."
+        known, used = count_bytes(self.walk()), bytes_in_use(self.device)
+        rest = 0 if used is None else used - self.baseline - self._inside(known)
+        if rest > 0: known["device", "activations" if computing else "temp"] = rest
+        out = {"device": self.extra()}
+        for (place, category), n in known.items(): out.setdefault(place, {})[category] = n
+        return out
+
     def passed(self,
         phase: str,  # 'forward', 'backward' or 'step'
     ) -> int:        # bytes in use; None where no allocator tells
@@ -229,8 +240,8 @@ class Probe:
         "The step's peaks over the baseline, and the highest by category; then start the next step."
         phases, self._phases = self._phases, {}
         if not phases: return None
-        over = self.baseline_of(self._marks.get("after_step", {}))
-        phases = {p: max(n - over, 0) for p, n in phases.items()}
+        over = {PHASES[m]: self.baseline_of(known) for m, known in self._marks.items()} # what is offloaded when the phase ends
+        phases = {p: max(n - over.get(p, self.baseline), 0) for p, n in phases.items()}
         phase = max(phases, key=phases.get)
         total, known = phases[phase], dict(seen or self._surely(phase, phases[phase]))
         if (rest := total - sum(known.values())) > 0: known["temp"] = known.get("temp", 0) + rest

@@ -71,7 +71,7 @@ def saved(
         if phases[i] == "backward": out[i] = min(out[i - 1], rests[i])
     return out
 
-# %% ../../nbs/run/07b_timeline.ipynb #6a67af68
+# %% ../../nbs/run/07b_timeline.ipynb #b9689ecf
 def layers_of(
     model: torch.nn.Module,  # unwrapped
 ) -> list:                   # its layers, in order; empty when there are none to be found
@@ -139,7 +139,7 @@ class Timeline:
         self.highest = max(points, key=lambda p: p[2])[1] if points else {}
         points = thin(points)
         cats = sorted({c for _, b, _ in points for c in b})
-        return dict(t=[round(t, 6) for t, _, _ in points], bytes={c: [b.get(c, 0) for _, b, _ in points] for c in cats}, total=[n for _, _, n in points], marks=self.marks)
+        return dict(at=[round(t, 6) for t, _, _ in points], bytes={c: [b.get(c, 0) for _, b, _ in points] for c in cats}, total=[n for _, _, n in points], marks=self.marks)
 
     def _points(self, samples):
         looks, out, i = self._looks, [], 0

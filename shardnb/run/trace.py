@@ -131,7 +131,30 @@ def _quantized_forward(self, x): # of a Linear that stands for a 4-bit one
     out = _Matmul4Bit.apply(x.to(self.shardnb_compute), self.weight)
     return out if self.bias is None else out + self.bias
 
-# %% ../../nbs/run/03a_trace.ipynb #963cf4fc
+# %% ../../nbs/run/03a_trace.ipynb #c363af8d
+class _LinearOfZero3(torch.autograd.Function):
+    "What DeepSpeed puts in place of `F.linear` under ZeRO-3 (`runtime/zero/linear.py`, LinearFunctionForZeroStage3): it keeps its input even where the weight doesn't train."
+    @staticmethod
+    def forward(ctx, x, weight, bias):
+        ctx.save_for_backward(x, weight, bias)
+        out = x.matmul(weight.t())
+        return out if bias is None else out.add_(bias)
+    @staticmethod
+    def backward(ctx, g):
+        x, weight, bias = ctx.saved_tensors
+        rows = lambda t: t.reshape(-1, t.shape[-1])
+        return (g.matmul(weight) if ctx.needs_input_grad[0] else None, rows(g).t().matmul(rows(x)) if ctx.needs_input_grad[1] else None,
+                rows(g).sum(0) if bias is not None and ctx.needs_input_grad[2] else None)
+
+@contextlib.contextmanager
+def _linear_of_zero3():
+    "Every linear layer as under ZeRO-3."
+    import torch.nn.functional as F
+    kept = F.linear
+    F.linear = lambda x, weight, bias=None: _LinearOfZero3.apply(x, weight, bias)
+    try: yield
+    finally: F.linear = kept
+
 @contextlib.contextmanager
 def _as_real(sizes, triton):
     """Let TRL's fused head take `T` rows at once; on CUDA its Triton kernels fold a tile without allocating, where the CPU's torch code makes temporaries.
@@ -162,7 +185,7 @@ def _short(cfg, sizes):
     text.use_cache = False
     return cfg, n, period
 
-# %% ../../nbs/run/03a_trace.ipynb #1809ad9f
+# %% ../../nbs/run/03a_trace.ipynb #4cf3db0f
 def trace_model(
     config,                    # of transformers: a causal language model
     tuned=lambda m: m,         # model on the meta device -> the same with adapters
@@ -176,8 +199,10 @@ def trace_model(
     packed: bool=False,        # positions instead of an attention mask
     padded: bool=True,         # with an attention mask that masks something
     fused_head: bool=True,     # TRL's head, which never holds the whole logits; False: the model's own loss on whole logits
+    keeps_output: bool=True,   # without TRL's head: does the loop hold the model's output, logits and all, until backward is done?
     triton: bool=False,        # the head's tiles as Triton kernels fold them
     quantized: str=None,       # dtype that 4-bit layers compute in, or None
+    zero3: bool=False,         # linear layers as DeepSpeed's ZeRO-3 has them
     trust_remote_code: bool=False, # as in the recipe
 ) -> dict:                     # {'events', 'bases', 'segments', 'layers', 'period', 'fused_head'}: plain lists and numbers
     "Run one training step of the model on fake tensors and record every storage."
@@ -200,12 +225,12 @@ def trace_model(
     enabled = gc.isenabled()
     gc.disable() # a storage goes when its last reference does, as on the device
     try:
-        with FakeTensorMode(allow_non_fake_inputs=True), _as_real(sizes, triton), rec:
+        with FakeTensorMode(allow_non_fake_inputs=True), _as_real(sizes, triton), _linear_of_zero3() if zero3 else contextlib.nullcontext(), rec:
             rec.quiet = True
             fake_parameters(model, lambda p: dtypes[p.requires_grad] if p.is_floating_point() else p.dtype)
             for t in (*model.parameters(), *model.buffers()): rec.ignore(t)
             rec.quiet = False
-            marks = _run(model, rec, sizes, classes, autocast, packed, fused_head)
+            marks = _run(model, rec, sizes, classes, autocast, packed, fused_head, keeps_output and not fused_head)
     finally:
         if enabled: gc.enable()
     return dict(events=[list(e) for e in rec.events[:marks[-1][1]]], bases=[list(b) for b in rec._bases], segments=_segments(marks), layers=layers, period=period, fused_head=fused_head)
@@ -233,8 +258,8 @@ def _quantize(model, compute):
             m.weight.requires_grad_(False)
             m.shardnb_compute, m.forward = getattr(torch, compute), _quantized_forward.__get__(m)
 
-# %% ../../nbs/run/03a_trace.ipynb #44f42c92
-def _run(model, rec, sizes, classes, autocast, packed, fused_head):
+# %% ../../nbs/run/03a_trace.ipynb #450d6ebe
+def _run(model, rec, sizes, classes, autocast, packed, fused_head, keeps_output):
     "Forward and backward; returns [(what ends, index of the event)]."
     from shardnb.run.planner import layer_classes
     marks, state = [], {"phase": "forward"}
@@ -253,7 +278,7 @@ def _run(model, rec, sizes, classes, autocast, packed, fused_head):
         else: loss = out.loss
     mark("forward.tail")
     state["phase"] = "backward"
-    if fused_head: del out # as `compute_loss` does; Trainer's own keeps the logits until the step is done
+    if not keeps_output: del out # as Trainer's `compute_loss` does
     loss.backward()
     mark("backward.embed")
     return marks

@@ -77,7 +77,7 @@ class Worker:
     def where(self): # (phase, step)
         return (self.observer.phase_name or self._phase, self.observer.steps) if self.observer else (self._phase, 0)
 
-# %% ../../nbs/run/09_worker.ipynb #94096d8c
+# %% ../../nbs/run/09_worker.ipynb #537a1caf
 @patch
 def announce(self: Worker):
     "The first event: who this process is."
@@ -87,6 +87,7 @@ def announce(self: Worker):
     self.events.write("start", pid=os.getpid(), create_time=psutil.Process().create_time(), node=self.node, local_rank=self.local_rank,
         world_size=self.world_size, host=socket.gethostname())
     self.phase("starting")
+    if (start := os.environ.get("SHARDNB_START", "")).startswith("cold: "): self.say(start.replace("cold: ", "a cold start: ", 1))
 
 @patch
 def prepare(self: Worker):

@@ -7,11 +7,12 @@ Docs: https://shardnb.github.io/shardnb/ui/figures.html.md"""
 # %% auto #0
 __all__ = ['PALETTE', 'MEANING', 'SPLIT', 'DRAWING', 'MOMENTS', 'VERDICTS', 'size_text', 'time_text', 'new_figure', 'png',
            'loss_curve', 'speed_curve', 'split_times', 'step_split', 'memory_rows', 'memory_bars', 'beside',
-           'run_title', 'capacity_of', 'measured_peak', 'prediction_text', 'run_figure', 'plan_figure',
+           'run_title', 'capacity_of', 'measured_peak', 'rows_that_ran', 'prediction_text', 'run_figure', 'plan_figure',
            'breakdown_figure']
 
-# %% ../../nbs/ui/00_figures.ipynb #fa8e2670
+# %% ../../nbs/ui/00_figures.ipynb #d24fc24c
 import functools, io, math, threading
+from ..plan.memory import peak_of_length
 
 # %% ../../nbs/ui/00_figures.ipynb #439a2a67
 PALETTE = dict(params='#332288', grads='#88CCEE', optimizer='#44AA99', activations='#DDCC77', gathered='#CC6677', comm='#882255',
@@ -295,7 +296,7 @@ def beside(
         if here: out.append((r[0], r[1], 'predicted', {c:parts[r[1]][c] for c in PALETTE if parts[r[1]].get(c)}, None))
     return out
 
-# %% ../../nbs/ui/00_figures.ipynb #37397244
+# %% ../../nbs/ui/00_figures.ipynb #c303e9e2
 def run_title(
     run, # a `Run`
 )->str: # for example 'demo · zero3 · 2 ranks · full'
@@ -320,14 +321,27 @@ def measured_peak(
     here = m[(m.moment=='peak')&(m.category=='total')&(m.place=='device')&(m.step>_WARMUP)]
     return float(here.bytes.max()) if len(here) else None
 
+def rows_that_ran(
+    run, # a `Run`
+): # tokens, or None where the run doesn't say
+    "The longest row in the step with the highest peak"
+    peaks = [e for e in run.events('memory') if e['moment']=='peak' and e['place']=='device' and e['step']>_WARMUP] if hasattr(run, 'events') else []
+    return max(peaks, key=lambda e: e['bytes'].get('total', 0)).get('length') if peaks else None
+
 def prediction_text(
     run, # a `Run`
 )->str: # '' for a run without a prediction
-    "How far the prediction was off"
+    "How far the prediction was off; for rows shorter than was reckoned with, by what was predicted for such rows, before the launch too"
     b, measured = getattr(run, 'predicted', None), measured_peak(run)
     if b is None: return ''
-    said = f'predicted {size_text(b.peak)} at {b.peak_at}'
-    return f'{said}, measured {size_text(measured)}: off by {100*(b.peak/measured-1):+.1f} %' if measured else said
+    told = (getattr(run, 'plan', None) or {}).get('predicted_lengths') or {}; points = told.get('by_length') or []
+    said = f'predicted {"at most " if points and told.get("longest") is None else ""}{size_text(b.peak)} at {b.peak_at}'
+    if not measured: return said
+    off = lambda n: f'off by {100*(n/measured-1):+.1f} %'
+    ran = rows_that_ran(run)
+    if not (ran and points and ran<points[-1][0]): return f'{said}, measured {size_text(measured)}: {off(b.peak)}'
+    then = peak_of_length(points, ran)
+    return f'{said} with rows of {points[-1][0]} tokens, {size_text(then)} with rows of {ran} as they ran, measured {size_text(measured)}: {off(then)}'
 
 def run_figure(
     run, # a `Run`; needs `metrics`, `memory`, `recipe`, `id`, `state`
@@ -445,7 +459,7 @@ def plan_figure(
     rows = [_plan_row(plan, r, chosen) for r in plan.rows if labels is None or r['label'] in labels]
     return _stack(rows, 'Predicted peak of one rank', plan.title, width, True)
 
-# %% ../../nbs/ui/00_figures.ipynb #b1ad5293
+# %% ../../nbs/ui/00_figures.ipynb #69fce2f6
 _PHASES = ('load', 'forward', 'backward', 'step')
 
 def breakdown_figure(
@@ -458,7 +472,7 @@ def breakdown_figure(
     peak = b.peak_at if b.peak_at in phases else max(phases, key=lambda k: sum(phases[k].values()))
     rows = []
     for k,parts in phases.items():
-        used = sum(parts.values()); worst = used+(b.band[1] if k==peak else 0)
+        used = sum(parts.values()); worst = used+(b.worst-b.peak if k==peak else 0)
         rows.append(dict(label=f'{k} (the peak)' if k==peak and len(phases)>1 else k, words=_span_text(used, worst), bold=k==peak, parts=parts, worst=worst, limit=limit))
     if b.host: rows.append(dict(label='on the host', words=size_text(b.host_peak), parts=b.host))
     how = 'by the engine\'s own code on fake tensors' if b.exact else ''

@@ -8,7 +8,7 @@ Docs: https://shardnb.github.io/shardnb/ui/picker.html.md"""
 __all__ = ['FIELDS', 'OFFER', 'MACHINES', 'forecast', 'plan_picture', 'problems_html', 'equal_line_html', 'field_widget',
            'Picker', 'settings_text', 'pick']
 
-# %% ../../nbs/ui/02_picker.ipynb #4bf23598
+# %% ../../nbs/ui/02_picker.ipynb #b0ddd217
 import base64, threading, time
 from ..plan.problem import RecipeError, ShardnbError
 from ..plan.recipe import Recipe
@@ -16,8 +16,9 @@ from ..plan.strategy import Strategy
 from .figures import plan_figure, png
 from .options import choices_of
 from ..run.handle import ENDED
+from ..run.launch import warm_up
 from .panel import _CARD, _BOX, _CODE, _SOFT, _div, _e, front, Panel
-from .planned import _SHARP, advice_html, image_html, machine_of, plan_table_html
+from .planned import _SHARP, advice_html, image_html, machine_of, plan_table_html, work_out_exactly
 
 # %% ../../nbs/ui/02_picker.ipynb #4c219b6c
 FIELDS = {'Model':('model', 'tuning', 'lora_r', 'learning_rate', 'max_steps'),
@@ -82,7 +83,7 @@ def field_widget(
     if choices: return W.Dropdown(value=text, options=([] if f.default is not None else [('worked out', '')])+[(c, c) for c in choices], **look)
     return W.Text(value=text, placeholder='worked out' if f.default is None else str(f.default), continuous_update=False, **look)
 
-# %% ../../nbs/ui/02_picker.ipynb #2cd96257
+# %% ../../nbs/ui/02_picker.ipynb #3d33c152
 _PAUSE = .3 # seconds without a change before the planner is asked
 _HERE = 'this machine'
 
@@ -114,7 +115,11 @@ class Picker:
             layout=W.Layout(max_width='960px'))
         self.launch = W.Button(description='Launch', icon='play', button_style='primary', tooltip='Start the run; its panel appears below')
         self.launch.on_click(lambda _: threading.Thread(target=self._launch, daemon=True).start())
-        self.widget = W.VBox([self.form, self.state, self.problems, self.advice, self.bars, self.line, W.HBox([self.launch, self.note]), self.fold])
+        self.exact = W.Button(description='Work out exactly', icon='calculator', disabled=True, layout=W.Layout(width='160px'),
+            tooltip="Run the engine's own code for this strategy on tensors without memory; takes up to a minute")
+        self.exact.on_click(lambda _: threading.Thread(target=self._exactly, daemon=True).start())
+        self.progress, self.exactly = W.IntProgress(min=0, max=1, layout=W.Layout(width='280px', display='none'), style=dict(description_width='150px')), wide()
+        self.widget = W.VBox([self.form, self.state, self.problems, self.advice, self.bars, self.exactly, self.line, W.HBox([self.launch, self.exact, self.progress, self.note]), self.fold])
         for w in (*self.fields.values(), self.machine): w.observe(lambda _: self.read(), 'value')
 
     def _machines(self, machine):
@@ -122,7 +127,7 @@ class Picker:
         given = {} if machine is None else {m.name:m for m in [machine_of(machine)]}
         return {_HERE:None}|given|{n:n for n in MACHINES}
 
-# %% ../../nbs/ui/02_picker.ipynb #2a4b5c8f
+# %% ../../nbs/ui/02_picker.ipynb #bd821370
 def _words(self:Picker):
     "What the form says, as changes of the recipe that it began with; what is a default and always was is left out"
     out = {}
@@ -147,7 +152,7 @@ def _read(self:Picker, background=True):
         except ShardnbError as e: self.error = e
         self.problems.value = problems_html(*[self.error] if self.error else []); self._ready()
         if self.error: self.state.value = ''; return
-        self.about.value, self.line.value = _about(self.recipe.strategy), equal_line_html(self.recipe)
+        self.about.value, self.line.value, self.exactly.value, self.exact.disabled = _about(self.recipe.strategy), equal_line_html(self.recipe), '', True
         first = ' The planner starts first, which takes some seconds.' if self.plan is None else ''
         self.state.value = _on_page(_SOFT+'background:none;', f'<i>predicting …{first}</i>')
         machine = self.machines[self.machine.value]
@@ -164,10 +169,23 @@ def _ask(self:Picker, mine, recipe, machine, pause):
     with self._lock:
         if mine!=self._asked: return
         self.plan, self.error, self.state.value = plan, errors[0] if errors else None, ''
-        self.problems.value = problems_html(*errors); self._ready()
+        self.problems.value = problems_html(*errors); self._ready(); self.exact.disabled = not (plan and self._chosen(plan, recipe))
         self.bars.value, self.bars.layout.display = picture, None if plan else 'none'
         self.advice.value, self.table.value = (advice_html(plan), plan_table_html(plan, self._chosen(plan, recipe))) if plan else ('', '')
         if run: self._worked_out(Recipe.from_yaml(run['recipe'])); self.settings.value = settings_text(run)
+
+def _exactly(self:Picker):
+    "Work the form's strategy out by the engine's own code, unless the form changes meanwhile"
+    with self._lock: mine, plan, recipe, machine = self._asked, self.plan, self.recipe, self.machines[self.machine.value]
+    def shown(done, total, what): self.progress.max, self.progress.value, self.progress.description = total, done, what
+    self.exact.disabled, self.progress.layout.display = True, None
+    try: said, errors = work_out_exactly(recipe, self._known(machine), plan, self._chosen(plan, recipe), shown), []
+    except Exception as e: said, errors = '', [e if isinstance(e, ShardnbError) else ShardnbError(f'{type(e).__name__}: {e}')]
+    self.progress.layout.display = 'none'
+    with self._lock:
+        if mine!=self._asked: return
+        self.exact.disabled = not errors   # what couldn't be worked out may be tried again
+        self.exactly.value = problems_html(*errors) or _div(_BOX+'border-left:5px solid #1d7a46;max-width:640px;', _e(said))
 
 def _known(self:Picker, machine):
     "The `Machine`; looked for once"
@@ -190,6 +208,7 @@ def _ready(self:Picker):
     away = self.machine.value!=_HERE
     self.launch.disabled = self.error is not None or away or bool(self.run and self.run.state not in ENDED)
     self.note.value = _on_page('', '&nbsp;a run starts on this machine: choose it to launch') if away else ''
+Picker._exactly = _exactly
 Picker.read, Picker._ask, Picker._ready, Picker._worked_out, Picker._known, Picker._chosen = _read, _ask, _ready, _worked_out, _known, _chosen
 
 def settings_text(
@@ -200,7 +219,7 @@ def settings_text(
     notes = ''.join(f'<div>ℹ {_e(n)}</div>' for n in plan['notes'])
     return _div(_CARD+'padding:6px 14px', notes, f'<pre style="{_CODE}">{_e(json.dumps(plan["settings"], indent=1, default=str))}</pre>')
 
-# %% ../../nbs/ui/02_picker.ipynb #d1eb7d0f
+# %% ../../nbs/ui/02_picker.ipynb #30b24bf7
 def _launch(self:Picker):
     "Start the run that the form describes and show its panel below"
     from shardnb.run.handle import train
@@ -221,7 +240,7 @@ def _bundle(self:Picker):
     "What stays where widgets don't: the advice, the bars, the table and the line"
     picture = self.bars.value
     seen = image_html(picture, f'{self.plan.title} (predicted)') if picture else ''
-    page = f'<div>{self.problems.value}{self.advice.value}{seen}{self.table.value}{self.line.value}</div>'
+    page = f'<div>{self.problems.value}{self.advice.value}{seen}{self.exactly.value}{self.table.value}{self.line.value}</div>'
     return {'text/html':page, 'text/plain':self.recipe.magic_line()}|({'image/png':base64.b64encode(picture).decode()} if picture else {})
 
 def _display(self:Picker):
@@ -233,10 +252,12 @@ def _display(self:Picker):
     if live: self.below = display({'text/plain':'', 'text/html':''}, raw=True, display_id=True)
 Picker._launch, Picker._ended, Picker._ipython_display_ = _launch, _ended, _display
 
-# %% ../../nbs/ui/02_picker.ipynb #7e990370
+# %% ../../nbs/ui/02_picker.ipynb #55c0634f
 def pick(
     recipe=None, # a `Recipe` to begin with; None: the demo under ZeRO-3
     machine=None, # plan for it: a preset such as '4xA100-80GB', a `Machine`, or None for this one
 )->Picker: # shows itself
     "A form that picks a run, says which strategies fit, and launches"
-    return Picker(recipe, machine)
+    picker = Picker(recipe, machine)
+    threading.Thread(target=lambda: warm_up(picker.recipe, machine_of(None)), daemon=True).start()
+    return picker

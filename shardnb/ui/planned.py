@@ -103,7 +103,7 @@ def plan_text(
     run = [f'to train so: {r.magic_line("shardnb train")}'] if r else []
     return '\n'.join([repr(plan), *run, *(f'rule of thumb: {x}' for x in rule_lines(plan)), *(f'note: {x}' for x in plan.notes)])
 
-# %% ../../nbs/ui/01a_planned.ipynb #3306d841
+# %% ../../nbs/ui/01a_planned.ipynb #f8b655eb
 def add_plan_options(
     parser, # an `OptionParser`
 ):
@@ -137,9 +137,13 @@ def work_out_exactly(
     recipe, # the `Recipe` that was planned
     machine, # the `Machine`
     plan, # its `Plan`; gets a note, and the breakdown as plan['<label>, exact']
-):
-    "Run the engine's code for the recommended strategy, and say what it gives beside the plan's number"
+    label:str=None, # the strategy; None: the recommended way
+    on_progress=None, # called with (done, total, what)
+)->str: # the note
+    "Run the engine's code for a strategy, and say what it gives beside the plan's number"
     from shardnb.run.forecast import predict
-    b, quick = predict(recommended(recipe, plan), machine=machine, exact=True), plan[plan.best_label]
-    plan.breakdowns[f'{plan.best_label}, exact'] = b
-    plan.notes.append(f"{plan.best_label} by the engine's own code: {size_text(b.peak)} at {b.peak_at}; the plan says {size_text(quick.peak)}, {100*(quick.peak/b.peak-1):+.1f} %")
+    label, asked = (plan.best_label, recommended(recipe, plan)) if label in (None, plan.best_label) else (label, recipe.replace(strategy=plan.row(label)['strategy']))
+    b, quick = predict(asked, machine=machine, exact=True, on_progress=on_progress), plan[label]
+    plan.breakdowns[f'{label}, exact'] = b
+    plan.notes.append(f"{label} by the engine's own code: {size_text(b.peak)} at {b.peak_at}; the plan says {size_text(quick.peak)}, {100*(quick.peak/b.peak-1):+.1f} %")
+    return plan.notes[-1]
