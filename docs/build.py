@@ -161,7 +161,8 @@ def main():
     project, src = WORK / "project", WORK / "src"
     project.mkdir(parents=True)
     copy_project(project)
-    env = {"PYTHONPATH": str(project), "JUPYTER_PREFER_ENV_PATH": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    shared = project / "nbs" / "plan"  # its notebooks have a file of examples in common
+    env = {"PYTHONPATH": os.pathsep.join(map(str, (project, shared))), "JUPYTER_PREFER_ENV_PATH": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     sys.path.insert(0, str(DOCS))
     if not a.reuse: execute_all(project, env)
     for f in notebooks(project): prepare(f)

@@ -92,7 +92,7 @@ def title(
     r = comparison.runs[0].recipe
     return ' · '.join(str(x) for x in (r.model, f'{r.nproc} rank{"s" if r.nproc!=1 else ""}', r.tuning if r.tuning!='full' else '', r.precision, ', '.join(comparison.names)) if x)
 
-# %% ../../nbs/ui/01c_compared.ipynb #4118869b
+# %% ../../nbs/ui/01c_compared.ipynb #20b4d123
 _HEAD = dict(name='strategy', state='', steps='steps', loss='loss', loss_diff='apart', peak_bytes='peak', predicted_bytes='predicted', params='parameters', grads='gradients', optimizer='optimizer',
     gathered='gathered', host_bytes='host', sent_bytes='sends a step', step_s='a step', tokens_per_s='tokens/s')
 
@@ -134,7 +134,7 @@ def compare_bundle(
 def compared_html(
     comparison, # a `Comparison`
 )->str: # HTML
-    "What `Comparison._repr_html_` gives"
+    "How a comparison shows itself in a page"
     return compare_bundle(comparison)['text/html']
 
 # %% ../../nbs/ui/01c_compared.ipynb #74f58a6b
