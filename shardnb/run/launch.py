@@ -147,7 +147,7 @@ def _settled(self:Supervisor, codes):
         if time.monotonic() > until or any(not (read_json(self.rundir.error_path(r)) or {}).get("secondary") for r in dead): return dead
         time.sleep(.02)
 
-# %% ../../nbs/run/10_launch.ipynb #0cb7d060
+# %% ../../nbs/run/10_launch.ipynb #2f112988
 @patch
 def _signal_all(self:Supervisor, sig):
     if any([send(p, sig) for p in self.procs.values()]): self.forced = signal.Signals(sig).name
@@ -181,7 +181,7 @@ def _watch(self:Supervisor):
     written = 0.
     while not self._over.wait(.1):
         try:
-            if self.state == "starting" and self._started(): self.state = "running"
+            if self.state == "starting" and self._started(): self.state, written = "running", 0.  # told at once: a warm run may be over in a second
             if stop := self.rundir.stop_requested(): self._obey(stop)
             if time.time() - written >= 1:
                 written = time.time()

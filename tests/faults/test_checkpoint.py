@@ -106,15 +106,18 @@ def no_leftovers(folder): return sorted(p.name for p in Path(folder).iterdir() i
 @pytest.mark.parametrize("strategy", FULL)
 def test_killed_while_it_saves_and_resumed_bit_for_bit(top, losses, rng, tmp_path, strategy):
     "in the middle of an epoch, of accumulation and of a schedule, with dropout"
-    r = recipe(top, strategy, save_steps=2, output_dir=str(tmp_path / "out"))
-    run, where = killed_in_a_save(r, 4, rng, tmp_path / "home")
+    for attempt in range(5):  # on a busy machine the kill may come when the save is over
+        out = tmp_path / f"out{attempt}"
+        r = recipe(top, strategy, save_steps=2, output_dir=str(out))
+        run, where = killed_in_a_save(r, 4, rng, tmp_path / "home")
+        if where != "too late": break
     there = [(c.step, c.complete) for c in checkpoints_in(r.output_dir)]
     assert there in ([(2, True)], [(2, True), (4, True)]), where
     assert [c.step for c in run.checkpoints if c.complete] == [s for s, _ in there]
     rest, step = go_on(r, tmp_path / "home")
     assert run.metrics.loss.tolist()[:step] + rest.metrics.loss.tolist() == losses(strategy), where
     assert [c.step for c in checkpoints_in(r.output_dir) if c.complete] == [2, 4, 6] and no_leftovers(r.output_dir)
-    assert Checkpoint.of(tmp_path / "out" / "final").complete
+    assert Checkpoint.of(out / "final").complete
 
 
 def stopped_and_resumed(recipe, home, after):
