@@ -29,7 +29,8 @@ def pins():
 def tracked():
     "Files that git tracks or would track"
     out = subprocess.run(["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True)
-    if out.returncode: pytest.skip("not a git checkout")
+    if not (ROOT / ".git").exists(): pytest.skip("not a git checkout")
+    assert out.returncode == 0, out.stderr
     return [ROOT / f for f in out.stdout.splitlines() if (ROOT / f).is_file()]
 
 

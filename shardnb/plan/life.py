@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from .memory import widths
 from .strategy import Strategy
 
-# %% ../../nbs/plan/09_life.ipynb #cfbe5632
+# %% ../../nbs/plan/09_life.ipynb #9eab0f34
 @dataclass(frozen=True)
 class Moment:
     "A moment in the life of a layer, on one rank"
@@ -26,20 +26,20 @@ class Moment:
 
 def _whole_life(s, n, ring, p, g, o):
     "DDP, ZeRO-1 and ZeRO-2: every rank keeps the whole parameters"
-    mine, stage = 1 if s.engine == "ddp" else 1 / n, 0 if s.engine == "ddp" else s.stage
-    have = dict(params=p, optimizer=o * mine)
-    yield Moment("before", "holds", "The whole layer is here; the optimizer's part of it is " + ("whole too." if mine == 1 else f"one {n}th."), have, 0)
+    cut, slices = "optimizer" in s.shards, "grads" in s.shards
+    have = dict(params=p, optimizer=o / n if cut else o)
+    yield Moment("before", "holds", "The whole layer is here; the optimizer's part of it is " + ("whole too." if not cut else f"one {n}th."), have, 0)
     yield Moment("forward", "computes", "Nothing need be sent: all parameters are here.", have, 0)
     yield Moment("backward", "computes", "The gradient of the whole layer appears, of this rank's rows alone.", have | dict(grads=g), 0)
-    kept = g / n if stage == 2 else g
-    yield Moment("backward", "all-reduces", "A full bucket is summed over all ranks, while earlier layers still compute" + ("; a rank keeps its slice and drops the rest." if stage == 2 else "."), have | dict(grads=kept), 2 * ring * g)
-    yield Moment("step", "updates", "Every rank updates everything, and all do the same." if not stage else f"A rank updates its {n}th with its own part of the optimizer.", have | dict(grads=kept), 0)
-    if stage: yield Moment("step", "gathers", "The updated slices are handed to everybody, so that parameters are whole and equal again.", have, ring * p)
+    kept = g / n if slices else g
+    yield Moment("backward", "all-reduces", "A full bucket is summed over all ranks, while earlier layers still compute" + ("; a rank keeps its slice and drops the rest." if slices else "."), have | dict(grads=kept), 2 * ring * g)
+    yield Moment("step", "updates", "Every rank updates everything, and all do the same." if not cut else f"A rank updates its {n}th with its own part of the optimizer.", have | dict(grads=kept), 0)
+    if cut: yield Moment("step", "gathers", "The updated slices are handed to everybody, so that parameters are whole and equal again.", have, ring * p)
     else: yield Moment("step", "frees", "The gradient has done its work.", have, 0)
 
 def _sharded_life(s, n, ring, p, g, o, compute):
     "ZeRO-3 and FSDP: a rank keeps its part of everything"
-    have, keeps = dict(params=p / n, optimizer=o / n), s.name == "fsdp-grad-op"
+    have, keeps = dict(params=p / n, optimizer=o / n), not s.reshard
     whole = have | dict(gathered=compute)
     yield Moment("before", "holds", f"One {n}th of the layer is here, and as much of the optimizer.", have, 0)
     yield Moment("forward", "gathers", "Just before its turn, all ranks hand each other their parts; the next layer's are already on their way.", whole, ring * compute)
@@ -52,7 +52,6 @@ def _sharded_life(s, n, ring, p, g, o, compute):
     yield Moment("backward", "reduce-scatters", "The sum over all ranks is worked out in parts: each rank gets its own.", have | dict(grads=g / n), ring * g)
     yield Moment("step", "updates", f"A rank updates its {n}th. Nobody need be told: the next gathering hands it on.", have, 0)
 
-# %% ../../nbs/plan/09_life.ipynb #98bfb6ec
 def layer_life(
     strategy:str,          # a strategy without offload
     elements:int,          # parameters of the layer
@@ -64,9 +63,9 @@ def layer_life(
     w, ring = widths(s.engine, precision), (n - 1) / n
     p, g, o = elements * w.param, elements * w.grad, elements * (2 * w.moment + w.master)
     compute = elements * (4 if precision == "fp32" else 2)
-    return list(_whole_life(s, n, ring, p, g, o) if s.engine == "ddp" or s.stage in (1, 2) else _sharded_life(s, n, ring, p, g, o, compute))
+    return list(_whole_life(s, n, ring, p, g, o) if "params" not in s.shards else _sharded_life(s, n, ring, p, g, o, compute))
 
-# %% ../../nbs/plan/09_life.ipynb #2994ab7e
+# %% ../../nbs/plan/09_life.ipynb #e6747b93
 @dataclass(frozen=True)
 class Term:
     "What one state takes on a rank, as a product"
@@ -87,7 +86,5 @@ def states_formula(
     "What a rank keeps of parameters, gradients and optimizer states, without padding (ZeRO paper, figure 1; `plan/memory` counts padding too)"
     s = Strategy.parse(strategy)
     w = widths(s.engine, precision)
-    full = s.engine == "fsdp" or (s.engine == "deepspeed" and s.stage == 3)
-    cut = dict(params=full and s.name != "hsdp", grads=full or (s.engine == "deepspeed" and s.stage == 2), optimizer=s.engine != "ddp")
     sizes = dict(params=w.param, grads=w.grad, optimizer=2 * w.moment + w.master)
-    return [Term(c, sizes[c], world_size if cut[c] else 1, elements) for c in sizes]
+    return [Term(c, sizes[c], world_size if c in s.shards else 1, elements) for c in sizes]

@@ -8,12 +8,13 @@ Docs: https://shardnb.github.io/shardnb/run/health.html.md"""
 __all__ = ['HIGH_LR', 'ABSURD_LR', 'SKIPS', 'DATA', 'COMM', 'PARTS', 'LOOK', 'STEADY', 'ENOUGH', 'SHORT', 'nan_causes',
            'bottleneck', 'all_masked', 'adapters', 'idle_adapters', 'nothing_to_train', 'Health']
 
-# %% ../../nbs/run/08a_health.ipynb #d7dbcbcd
+# %% ../../nbs/run/08a_health.ipynb #1793ab52
 import math
 from collections import deque
 from statistics import median
 
 from fastcore.basics import patch
+from ..plan.strategy import Strategy
 
 # %% ../../nbs/run/08a_health.ipynb #753fd9db
 HIGH_LR = 1e-2     # no transformer learns with Adam above it
@@ -42,7 +43,7 @@ def nan_causes(
     if precision == "bf16-pure": out.append("bf16-pure keeps no fp32 weights and moments: precision bf16 does")
     return out
 
-# %% ../../nbs/run/08a_health.ipynb #f5896268
+# %% ../../nbs/run/08a_health.ipynb #b3b0cdf9
 DATA, COMM = .3, .4   # shares of a step
 PARTS = ("data_s", "forward_s", "backward_s", "comm_s", "optimizer_s")
 
@@ -69,9 +70,9 @@ def _more_workers(r):
     return f"dataloader_num_workers={max(2, 2 * n)}" + ("" if not n else ", or make the rows cheaper: tokenize them beforehand")
 
 def _send_less(r):
-    name, accum, micro = str(getattr(r, "strategy", None) or "ddp"), getattr(r, "grad_accum", None) or 1, getattr(r, "micro_batch", None) or 1
-    if name.split("+")[0] in ("ddp", "zero1"): return f"grad_accum={2 * accum}: gradients are reduced once per step"
-    return f"micro_batch={2 * micro}: parameters are gathered for every micro-batch, however large" if name.startswith(("zero3", "fsdp", "hsdp")) else f"micro_batch={2 * micro}, or zero1, which sends less"
+    shards, accum, micro = Strategy.parse(str(getattr(r, "strategy", None) or "ddp")).shards, getattr(r, "grad_accum", None) or 1, getattr(r, "micro_batch", None) or 1
+    if "grads" not in shards: return f"grad_accum={2 * accum}: gradients are reduced once per step"
+    return f"micro_batch={2 * micro}: parameters are gathered for every micro-batch, however large" if "params" in shards else f"micro_batch={2 * micro}, or zero1, which sends less"
 
 def _compute_less(r):
     if getattr(r, "activation_checkpointing", None): return "activation_checkpointing=False, if the memory allows it: activations are computed twice now"

@@ -233,9 +233,11 @@ def disk(tmp_path):
     place = tmp_path / "disk"
     def limit(**options):
         words = ",".join(k if v is True else f"{k}={v}" for k, v in options.items())
-        cmd = ["mount", "-o", f"remount,{words}", str(place)] if os.path.ismount(place) else ["mount", "-t", "tmpfs", "-o", words, "tmpfs", str(place)]
+        there = os.path.ismount(place)
+        cmd = ["mount", "-o", f"remount,{words}", str(place)] if there else ["mount", "-t", "tmpfs", "-o", words, "tmpfs", str(place)]
         place.mkdir(exist_ok=True)
         done = subprocess.run(cmd, capture_output=True, text=True)
+        assert not (there and done.returncode), done.stderr  # once a disk could be mounted, its limits can be changed too
         if done.returncode: pytest.skip(f"no file system can be mounted here: {done.stderr.strip()}")
         return place
     yield limit
