@@ -8,7 +8,7 @@ _HOMES = {
     "Recipe": "plan.recipe", "Strategy": "plan.strategy", "Machine": "plan.machine", "MemoryBreakdown": "plan.memory",
     "ShardnbError": "plan.problem", "RecipeError": "plan.problem", "PlanError": "plan.problem", "RunFailed": "plan.problem",
     "train": "run.handle", "attach": "run.handle", "runs": "run.handle", "Run": "run.handle", "RunDir": "run.rundir",
-    "predict": "run.forecast", "compare": "run.compare", "Comparison": "run.compare", "Plan": "plan.advise", "pick": "ui.picker", "MemoryExplorer": "ui.explorer", "load_ipython_extension": "ui.magics", "unload_ipython_extension": "ui.magics",
+    "library": "plan.library", "predict": "run.forecast", "compare": "run.compare", "Comparison": "run.compare", "Plan": "plan.advise", "pick": "ui.picker", "MemoryExplorer": "ui.explorer", "load_ipython_extension": "ui.magics", "unload_ipython_extension": "ui.magics",
 }
 __all__ = sorted(["plan", *(n for n in _HOMES if not n.endswith("_ipython_extension"))])
 

@@ -85,10 +85,10 @@ def built(tmp_path_factory):
     return next(out.glob("*.whl")), next(out.glob("*.tar.gz"))
 
 
-def test_wheel_holds_every_module_and_no_tests(built):
+def test_wheel_holds_every_module_and_recipe_and_no_tests(built):
     wheel, sdist = built
     names = zipfile.ZipFile(wheel).namelist()
-    ours = {str(p.relative_to(ROOT)) for p in (ROOT / "shardnb").rglob("*.py")}
+    ours = {str(p.relative_to(ROOT)) for kind in ("*.py", "*.yaml") for p in (ROOT / "shardnb").rglob(kind)}
     assert {n for n in names if n.startswith("shardnb/")} == ours
     assert not [n for n in names if not n.startswith(("shardnb/", f"shardnb-{settings()['version']}.dist-info/"))]
     inside = {n.split("/", 1)[1] for n in tarfile.open(sdist).getnames() if "/" in n}

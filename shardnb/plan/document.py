@@ -7,12 +7,13 @@ Docs: https://shardnb.github.io/shardnb/plan/document.html.md"""
 # %% auto #0
 __all__ = ['read_scalar', 'read_yaml', 'json_fault', 'read_json']
 
-# %% ../../nbs/plan/01b_document.ipynb #4c0844b0
+# %% ../../nbs/plan/01b_document.ipynb #448609c2
 import json, os, re
 from pathlib import Path
 import yaml
+from .library import library
 from .place import as_path, missing_file, unreadable
-from .problem import Problem, RecipeError
+from .problem import Problem, RecipeError, nearest
 
 # %% ../../nbs/plan/01b_document.ipynb #33e0c5e3
 class _Loader(yaml.SafeLoader):
@@ -45,15 +46,23 @@ def _file_text(path, field):
     try: return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e: raise RecipeError(unreadable(field, path, e)) from None
 
-# %% ../../nbs/plan/01b_document.ipynb #ad21eacb
+# %% ../../nbs/plan/01b_document.ipynb #ee6e7d72
 def _source_text(source):
     "(text, name) of a path or of YAML text itself."
     one_line = isinstance(source, str) and "\n" not in source
     if not isinstance(source, os.PathLike) and not (one_line and (source.strip().endswith((".yaml", ".yml", ".json")) or not re.search(r"[:{\[]", source))):
         return source, "recipe"
     path = as_path(source)
-    if not path.is_file(): raise RecipeError(missing_file("recipe", source, (".yaml", ".yml", ".json")))
+    if not path.is_file() and str(source) in (known := library()): path = known[str(source)].path
+    if not path.is_file(): raise RecipeError(_no_recipe(source))
     return _file_text(path, "recipe"), path.name
+
+def _no_recipe(source):
+    "The `Problem` of a file that isn't there, or of a name near one of the library's."
+    p, known = missing_file("recipe", source, (".yaml", ".yml", ".json")), library()
+    close = nearest(source, known)
+    return Problem(p.field, p.value, p.message, f"a path that exists, or a recipe of the library: {', '.join(known)}", close) if close and not p.nearest else p
+
 def read_yaml(
     source,      # a path, or YAML text itself
 ) -> dict:       # the mapping in it
