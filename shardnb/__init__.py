@@ -21,7 +21,7 @@ def __getattr__(name):
 
 # What a lower floor offers and a higher one does. Imports go down only (tests/test_floors.py), so the lower one asks here.
 UPSTAIRS = {
-    "Recipe.preview": "run.data:previewed", "plan.__call__": "run.forecast:plan", "Run.panel": "ui.panel:Panel", "Run.figure": "ui.figures:run_figure",
+    "Recipe.preview": "run.data:previewed", "plan.__call__": "run.forecast:plan", "Run.panel": "ui.panel:Panel", "Run.figure": "ui.charts:run_figure",
     "RunFailed._render_traceback_": "ui.magics:show_failure", "Plan.figure": "ui.figures:plan_figure", "Plan._repr_html_": "ui.planned:plan_html", "MemoryBreakdown.figure": "ui.figures:breakdown_figure",
     "Comparison.figure": "ui.compared:compare_figure", "Comparison._repr_html_": "ui.compared:compared_html",
 }

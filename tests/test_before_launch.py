@@ -64,7 +64,7 @@ def test_no_space(home, monkeypatch):
     refused("output_dir", "will be written")  # the run's own folder
 
 
-def test_whoever_comes_second_puts_its_model_beside(home, monkeypatch):
+def test_whoever_comes_second_puts_its_model_beside(home):
     "Two runs were launched with one output_dir: the later one keeps what the first one wrote; a resumed run goes on in its own folder"
     from types import SimpleNamespace
     from shardnb.run.worker import Worker
@@ -75,12 +75,10 @@ def test_whoever_comes_second_puts_its_model_beside(home, monkeypatch):
         w = Worker.__new__(Worker)
         w.recipe, w.rundir, w.plan, w.rank, w.world_size = Recipe(output_dir=str(home / "out")), RunDir(home / id), plan, 0, 1
         w.strategy, w.observer = SimpleNamespace(name="ddp"), SimpleNamespace(steps=3, phase=lambda name: None)
-        w.engine = SimpleNamespace(full_state_dict=dict)
+        w.engine = SimpleNamespace(full_state_dict=dict, cut=False, model=Model())
         w.events = SimpleNamespace(write=lambda kind, **e: told.append(e.get("path") or e.get("message")))
         return w
-    from shardnb.run import engine
-    monkeypatch.setattr(engine, "unwrap", lambda m: m)
-    trainer = SimpleNamespace(model=Model(), processing_class=None)
+    trainer = SimpleNamespace(processing_class=None)
     final = home / "out" / "final"
     final.mkdir(parents=True)
     (final / "adapter.safetensors").write_text("old")

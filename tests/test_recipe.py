@@ -515,14 +515,15 @@ def test_two_faults_of_one_value_are_both_said():
 
 def test_resuming_starts_from_what_was_written(tmp_path, monkeypatch):
     from shardnb.plan.machine import Machine
-    from shardnb.run.handle import Run, _again
+    from shardnb.run.handle import Run
     from shardnb.run.planner import plan_run
+    from shardnb.run.resumption import resumed_recipe
     from shardnb.run.rundir import RunDir
     monkeypatch.setenv("SHARDNB_HOME", str(tmp_path))
     plan = plan_run(Recipe(model="tiny", dataset="demo", global_batch=8, nproc=2), machine=Machine("a laptop", (), cores=2, host_bytes=16 * 2**30, disk_bytes=100 * 2**30))
     run = Run(RunDir.create(plan.pop("recipe"), plan=plan))
     assert (run.recipe.micro_batch, run.recipe.grad_accum) == (1, 4)
-    new = _again(run, run.recipe, {"micro_batch": 2}).resolve(2)
+    new = resumed_recipe(Recipe.from_yaml(run.plan["given"]), run.recipe, {"micro_batch": 2}).resolve(2)
     assert (new.micro_batch, new.grad_accum, new.global_batch, new.nproc) == (2, 2, 8, 2)
 
 

@@ -350,7 +350,7 @@ def _clock_backward(accelerator, observer):
     def backward(loss, **kw): observer.backward(lambda: plain(loss, **kw), loss)
     accelerator.backward = backward
 
-# %% ../../nbs/run/08_observer.ipynb #a74f8ac2
+# %% ../../nbs/run/08_observer.ipynb #c6d18854
 def watched(
     cls: type,  # a Trainer class: Transformers', TRL's, or a cell's own
 ) -> type:      # the same, observed
@@ -390,7 +390,10 @@ def watched(
 
         def evaluate(self, *args, **kw):
             own = super().evaluate
-            return self.observer.aside("evaluating", lambda: own(*args, **kw))
+            out = self.observer.aside("evaluating", lambda: own(*args, **kw))
+            # ZeRO-3 fetches ahead what a backward pass would want, and gathering that again, to save it, fails: "Cannot partition a param in flight" (DeepSpeed 0.19.8)
+            if hasattr(self.model_wrapped, "empty_partition_cache"): self.model_wrapped.empty_partition_cache()
+            return out
 
         def _save_checkpoint(self, *args, **kw):
             own = super()._save_checkpoint

@@ -182,7 +182,7 @@ def near_names(ns): # ns: a cell's namespace
     "What a cell made, for a message."
     return ", ".join(n for n in ns if not n.startswith("_") and n not in PROVIDED)[:200] or None
 
-# %% ../../nbs/run/09_worker.ipynb #06c1b009
+# %% ../../nbs/run/09_worker.ipynb #eb412298
 @patch
 def build_trainer(self: Worker, ns: dict): # ns: the cell's namespace; returns an observed trainer
     "A trainer from what the cell made, and from the recipe for the rest."
@@ -196,11 +196,13 @@ def build_trainer(self: Worker, ns: dict): # ns: the cell's namespace; returns a
     args = ns.get("args") or SFTConfig(**self.training_arguments(bool(self.recipe.eval_share) or ns.get("eval_dataset") is not None))
     self.phase("loading")
     from shardnb.run import models
+    from shardnb.run.packing import packing_problems
     tok = ns.get("tokenizer") or (models.load_tokenizer(self.recipe, on_note=self.say, on_progress=self.progress) if self.recipe.model or self.recipe.tokenizer else None)
     model = ns.get("model")
     if model is None: model = models.load_model(self.recipe, on_note=self.say, on_progress=self.progress)
-    if tok is not None and self.recipe.model and (bad := models.vocabulary_problems(model, tok, self.recipe)): raise RecipeError(bad)
+    if tok is not None and self.recipe.model: model = models.fit_vocabulary(model, tok, self.recipe, self.say)
     model.config.use_cache = False
+    if bad := packing_problems(model, self.recipe): raise RecipeError(bad)
     if ns.get("peft_config") is not None:
         from peft import get_peft_model
         model = get_peft_model(model, ns["peft_config"], autocast_adapter_dtype=self.engine.casts_adapters)
@@ -216,7 +218,7 @@ def build_trainer(self: Worker, ns: dict): # ns: the cell's namespace; returns a
     trainer.sampler_factory = sampler
     return trainer
 
-# %% ../../nbs/run/09_worker.ipynb #63f78ab6
+# %% ../../nbs/run/09_worker.ipynb #cf3a1908
 @patch
 def rows(self: Worker, ns, tok, args): # (train, eval, collator, sampler factory)
     "The training rows, tokenized, masked and evened out."
@@ -227,7 +229,7 @@ def rows(self: Worker, ns, tok, args): # (train, eval, collator, sampler factory
     if train is None:
         train, evals = data.load_rows(r, tok, on_note=self.say, on_progress=self.progress)
     collator, sampler = ns.get("data_collator"), None
-    train, evals = _as_dataset(train), _as_dataset(evals)
+    train, evals = data.as_dataset(train), data.as_dataset(evals, "eval_dataset")
     def ready(rows): # a collator of the cell's own takes rows as they are
         raw = collator is None and rows is not None and "input_ids" not in _columns(rows)
         return data.tokenize_rows(rows, r, tok, on_note=self.say, on_progress=self.progress) if raw and _columns(rows) else rows
@@ -247,12 +249,6 @@ def rows(self: Worker, ns, tok, args): # (train, eval, collator, sampler factory
 def _check_trained(model):
     from shardnb.run.health import nothing_to_train
     if bad := nothing_to_train([*model.named_parameters()]): raise RecipeError(Problem("model", "frozen", *bad))
-
-def _as_dataset(rows):
-    "Lists of dicts and pandas tables as a `datasets.Dataset`; anything else as it is."
-    from datasets import Dataset
-    if isinstance(rows, (list, tuple)) and rows and isinstance(rows[0], dict): return Dataset.from_list(list(rows))
-    return Dataset.from_pandas(rows, preserve_index=False) if type(rows).__name__ == "DataFrame" else rows
 
 def _columns(rows): return getattr(rows, "column_names", None) or ()
 
@@ -279,7 +275,7 @@ def complete_settings(self: Worker, model): # model: the live model, before it i
     self.engine.complete(found)
     for note in found["notes"]: self.say(note)
 
-# %% ../../nbs/run/09_worker.ipynb #46a3bbb3
+# %% ../../nbs/run/09_worker.ipynb #d8e8f17c
 @patch
 def train(self: Worker, ns: dict): # ns: the cell's namespace
     "Build, train, save."
@@ -287,7 +283,9 @@ def train(self: Worker, ns: dict): # ns: the cell's namespace
     ns["accelerator"].__shardnb_set__(t.accelerator)
     prompts = self.plan.get("sample_prompts") or []
     if prompts: t.add_callback(_sampler(self, prompts))
-    t.train(resume_from_checkpoint=self.plan.get("resume_from"))
+    from shardnb.run.transfer import going_on
+    began = self.plan.get("resume_from")
+    with going_on(t, self.engine, began, self.strategy, self.say): t.train(resume_from_checkpoint=began)
     self.stopped = self.observer.stopping
     if self.plan.get("keep_model", True) and (not self.stopped or not self.recipe.save_steps): self.save_final(t)
 
@@ -296,15 +294,9 @@ def save_final(self: Worker, trainer):
     "A plain Hugging Face model or adapter folder, whatever the strategy."
     self.phase("saving")
     out = final_of(self.recipe, self.rundir, bool(self.plan.get("resumed")))
-    state = self.engine.full_state_dict()
+    from shardnb.run.final import save_model
+    dtype = save_model(self.engine, trainer.processing_class, out, self.observer.steps, self.rank, world_size=self.world_size, **self.facts())
     if self.rank == 0:
-        from shardnb.run.engine import unwrap
-        from shardnb.run.saving import final_folder
-        model = unwrap(trainer.model)
-        dtype = next((str(t.dtype).removeprefix("torch.") for t in state.values() if t.is_floating_point()), None) # `save_pretrained` empties the dictionary
-        with final_folder(out, sum(t.nbytes for t in state.values()), self.observer.steps, world_size=self.world_size, **self.facts()) as part:
-            model.save_pretrained(part, state_dict=state)
-            if trainer.processing_class is not None: trainer.processing_class.save_pretrained(part)
         if out.name != "final": self.say(f"another run has put its model into final meanwhile; this one's is in {out.name}")
         self.say(f"the final model is saved in {dtype}, as {self.strategy.name} holds it at precision {self.recipe.precision}")
         self.events.write("checkpoint", path=str(out), step=self.observer.steps, complete=True)

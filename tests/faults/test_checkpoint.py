@@ -377,13 +377,13 @@ def test_resume_on_a_line_of_the_notebook(tmp_path, monkeypatch):
     from shardnb.run.rundir import RunDir
     from shardnb.ui.magics import ShardMagics, complete_line
     monkeypatch.setenv("SHARDNB_HOME", str(tmp_path))
-    rd = RunDir.create("model: tiny\nstrategy: ddp\n", plan=dict(strategy="ddp", nproc=2, world_size=2))
+    rd = RunDir.create("model: tiny\nstrategy: ddp\nnproc: 2\nmicro_batch: 1\ngrad_accum: 4\nglobal_batch: 8\n", plan=dict(strategy="ddp", nproc=2, world_size=2))
     assert complete_line("%shardtrain --resume 2")[1] == [rd.id] and complete_line("%shardtrain --re")[1][-1] == "--resume"
     (rd.exit_path).write_text(json.dumps(dict(v=1, state="stopped", error=None)))
     magics = ShardMagics()
     with pytest.raises(RecipeError, match="has no complete checkpoint; set save_steps"): magics.shardtrain(f"--resume {rd.id[:10]}")
     with pytest.raises(RecipeError, match="goes on with the cell and the recipe that the run had"): magics.shardtrain(f"--resume {rd.id}", "x = 1")
-    with pytest.raises(RecipeError, match="resumed under the strategy it had"): magics.shardtrain(f"--resume {rd.id} --strategy zero3")
+    with pytest.raises(RecipeError, match="2 problems\n(.|\n)*the 8 rows of a step can't be dealt out evenly to 3 ranks(.|\n)*has no complete checkpoint"): magics.shardtrain(f"--resume {rd.id} --strategy zero3 --nproc 3")
     with pytest.raises(LookupError, match="no run 'zz'"): magics.shardtrain("--resume zz")
 
 def test_a_run_goes_on_from_what_it_was_resumed_from(tmp_path, top):

@@ -167,12 +167,15 @@ def test_a_kernel_shows_it(failed, tmp_path):
 
 
 def test_without_a_cell_the_librarys_frames_are_shown_and_ours_are_not(libraries, tmp_path):
-    from shardnb.run.worker import _as_dataset
+    from datasets import Dataset, Features, List, Value
+
+    from shardnb.run.data import pad_to_full_batches
     rundir = RunDir.create("model: tiny\n", home=tmp_path)
-    with pytest.raises(Exception) as caught: _as_dataset([{"n": 1}, {"n": {"m": 2}}])
+    unsigned = Dataset.from_dict({"input_ids": [[1]], "labels": [[1]]}, features=Features({"input_ids": List(Value("uint8")), "labels": List(Value("uint8"))}))   # which can't hold -100
+    with pytest.raises(Exception) as caught: pad_to_full_batches(unsigned, 2, 1, 1)
     left = write_error(rundir, 0, caught.value, "tokenizing")
     error = first_cause(rundir, {0: 1})
-    assert left["cell_line"] is None and "shardnb/run/worker.py" in left["traceback"]
+    assert left["cell_line"] is None and "shardnb/run/data.py" in left["traceback"]
     assert "shardnb/run" not in error["traceback"] and "datasets/arrow_dataset.py" in error["traceback"] and error["topic"] is None
 
 

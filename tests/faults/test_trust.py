@@ -224,17 +224,17 @@ def test_planted_inputs_are_not_unpickled(start, public, tmp_path):
 @pytest.mark.parametrize("how", HOWS)
 def test_a_planted_checkpoint_is_not_resumed_from(how, public, monkeypatch):
     "Its optimizer is a pickle"
-    from shardnb.run import handle
+    from shardnb.run.resumption import resume_problems
     monkeypatch.setenv("SHARDNB_HOME", str(public))
     rd = RunDir.create("model: tiny\ndataset: demo\nnproc: 2\n", plan={"strategy": "ddp", "nproc": 2, "kind": "recipe"})
     write_json(rd.exit_path, {"state": "stopped", "error": None})
     for p in (public / "runs", rd.path, rd.checkpoints_path): p.chmod(0o755)
     (folder := rd.checkpoints_path / "checkpoint-4").mkdir()
     (folder / "optimizer.pt").write_bytes(b"x")
-    ckpt = next(iter(Run(rd).checkpoints), None) or type("C", (), dict(path=folder, step=4))
-    assert not [p for p in handle._resume_problems(Run(rd), Run(rd).recipe, Run(rd).recipe, ckpt) if "pickles" in p.message]
+    ckpt = next(iter(Run(rd).checkpoints), None) or type("C", (), dict(path=folder, step=4, strategy="ddp"))
+    assert not [p for p in resume_problems(Run(rd), Run(rd).recipe, Run(rd).recipe, ckpt) if "pickles" in p.message]
     foreign(folder / "optimizer.pt", how)
-    assert [p.field for p in handle._resume_problems(Run(rd), Run(rd).recipe, Run(rd).recipe, ckpt) if "a checkpoint holds pickles" in p.message] == ["resume"]
+    assert [p.field for p in resume_problems(Run(rd), Run(rd).recipe, Run(rd).recipe, ckpt) if "a checkpoint holds pickles" in p.message] == ["resume"]
 
 
 def test_code_of_a_model_s_repository_needs_leave(tmp_path, monkeypatch):
