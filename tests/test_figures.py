@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pandas as pd
 
 from shardnb.plan.memory import CATEGORIES
+from shardnb.ui import charts as C
 from shardnb.ui import figures as F
 
 M = 2**20
@@ -14,10 +15,11 @@ M = 2**20
 
 def a_run(ranks=2, steps=5):
     m = pd.DataFrame(dict(step=range(1, steps + 1), loss=[3.0 / s for s in range(1, steps + 1)], tokens_per_s=500.0, step_s=2.0, forward_s=.7, backward_s=.9))
-    rows = [(steps, r, "device", c, b * M, moment) for r in range(ranks) for moment in F.MOMENTS for c, b in dict(params=50, grads=50, optimizer=100).items()]
+    rows = [(steps, r, "device", c, b * M, moment) for r in range(ranks) for moment in C.MOMENTS for c, b in dict(params=50, grads=50, optimizer=100).items()]
     mem = pd.DataFrame(rows, columns=["step", "rank", "place", "category", "bytes", "moment"])
     recipe = SimpleNamespace(model="<b>tiny</b>", strategy="zero3", nproc=ranks, tuning="full", precision="fp32", max_steps=steps)
-    return SimpleNamespace(id="20261129-150405-zero3-ab12", state="running", recipe=recipe, metrics=m, memory=mem, plan={}, error=None, shards=[], stalled=[], stall=None, events=lambda kind: [],
+    return SimpleNamespace(id="20261129-150405-zero3-ab12", state="running", recipe=recipe, metrics=m, memory=mem, plan={}, error=None, shards=[], stalled=[], stall=None, events=lambda kind: [], evals=None, recent=lambda n=10: m.tail(n).to_dict("records"),
+                           way=dict(total_steps=steps, first_step=None, phases=[], progress=None, peak=None),
                            rundir=SimpleNamespace(recipe_path=Path(__file__)))
 
 
@@ -29,14 +31,14 @@ def test_palette_is_the_order_of_the_categories():
 def test_bars_keep_the_order_whatever_order_was_measured():
     run = a_run()
     run.memory = run.memory.sample(frac=1, random_state=0)
-    rows = F.memory_rows(run.memory)
-    assert [r[2] for r in rows] == list(F.MOMENTS) * 2
+    rows = C.memory_rows(run.memory)
+    assert [r[2] for r in rows] == list(C.MOMENTS) * 2
     assert all(list(r[3]) == ["params", "grads", "optimizer"] for r in rows)
 
 
 def test_drawing_is_the_same_from_any_thread_and_without_pyplot():
-    one, out = F.png(F.run_figure(a_run())), []
-    threads = [threading.Thread(target=lambda: out.append(F.png(F.run_figure(a_run())))) for _ in range(3)]
+    one, out = F.png(C.run_figure(a_run())), []
+    threads = [threading.Thread(target=lambda: out.append(F.png(C.run_figure(a_run())))) for _ in range(3)]
     for t in threads: t.start()
     for t in threads: t.join()
     assert out == [one] * 3
@@ -46,7 +48,7 @@ def test_drawing_is_the_same_from_any_thread_and_without_pyplot():
 def test_measured_is_never_hatched():
     fig = F.new_figure()
     ax = fig.add_subplot()
-    F.memory_bars(ax, F.memory_rows(a_run().memory))
+    C.memory_bars(ax, C.memory_rows(a_run().memory))
     assert ax.patches and not any(p.get_hatch() for p in ax.patches)
 
 
