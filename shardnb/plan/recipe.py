@@ -46,13 +46,15 @@ class _Model(BaseModel):
     reduce_dtype: Literal["float32", "bfloat16", "float16"]|None = _f("precision", None, "What gradients are summed over ranks in; the engine's choice")
     fp32_norms: bool = _f("precision", False, "Keep normalisation layers in fp32 at precision bf16 or fp16")
 
-# %% ../../nbs/plan/02_recipe.ipynb #24b0d00e
+# %% ../../nbs/plan/02_recipe.ipynb #9371b40c
 class _Tuning(_Model):
     tuning: Literal["full", "lora", "qlora"] = _f("tuning", "full", "All weights, low-rank adapters, or adapters on a 4-bit model")
     lora_r: int = _f("tuning", 16, "Rank of the adapters", ge=1)
     lora_alpha: float = _f("tuning", 32, "Scale of the adapters: they are multiplied by alpha / rank", gt=0)
     lora_dropout: float = _f("tuning", 0.05, "Dropout before the adapters", ge=0, lt=1)
     lora_target_modules: list[str] = _f("tuning", ["all-linear"], "Modules that get adapters")
+    use_rslora: bool = _f("tuning", False, "Multiply adapters by alpha / √rank instead of alpha / rank, so that high ranks learn as fast as low ones")
+    use_dora: bool = _f("tuning", False, "Also train the length of each row of a weight (DoRA): nearer to full tuning at low ranks, and slower")
 
 # %% ../../nbs/plan/02_recipe.ipynb #34ed3769
 class _Data(_Tuning):
@@ -70,19 +72,20 @@ class _Data(_Tuning):
     dataloader_num_workers: int = _f("data", 0, "Extra processes per rank that load data", ge=0)
     max_samples: int|None = _f("data", None, "Use no more rows than this; all", ge=1)
 
-# %% ../../nbs/plan/02_recipe.ipynb #627fb2f4
+# %% ../../nbs/plan/02_recipe.ipynb #7047a9f1
 class _Optimization(_Data):
     micro_batch: int|None = _f("batch", None, "Rows a rank handles at once", ge=1)
     grad_accum: int|None = _f("batch", None, "Micro-batches whose gradients are added before a step", ge=1)
     global_batch: int|None = _f("batch", None, "Rows per step over all ranks", ge=1)
     learning_rate: float|None = _f("optimization", None, "Peak learning rate; 1e-5 full, 1e-4 lora, 2e-4 qlora", gt=0)
-    optim: Literal["adamw_torch", "adamw_torch_fused", "sgd"] = _f("optimization", "adamw_torch", "Optimizer; PyTorch's own, the same under every strategy")
+    optim: Literal["adamw_torch", "adamw_torch_fused", "sgd", "adafactor", "adamw_8bit"] = _f("optimization", "adamw_torch",
+            "Optimizer; PyTorch's own, the same under every strategy. adafactor (Transformers') and adamw_8bit (bitsandbytes') keep less per parameter")
     weight_decay: float = _f("optimization", 0.0, "Share of a weight that a step of learning rate 1 takes away", ge=0)
     adam_beta1: float = _f("optimization", 0.9, "Memory of Adam's mean", ge=0, lt=1)
     adam_beta2: float = _f("optimization", 0.999, "Memory of Adam's variance", ge=0, lt=1)
     adam_epsilon: float = _f("optimization", 1e-8, "Adam's guard against division by zero", gt=0)
-    lr_scheduler_type: Literal["linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr", "polynomial", "constant", "constant_with_warmup",
-                               "inverse_sqrt", "warmup_stable_decay"] = _f("optimization", "cosine", "How the learning rate falls")
+    lr_scheduler_type: Literal["linear", "cosine", "cosine_with_restarts", "cosine_with_min_lr", "cosine_warmup_with_min_lr", "polynomial", "constant",
+                               "constant_with_warmup", "inverse_sqrt", "warmup_stable_decay", "reduce_lr_on_plateau", "greedy"] = _f("optimization", "cosine", "How the learning rate falls")
     lr_scheduler_kwargs: dict[str, Any] = _f("optimization", {}, "What the schedule needs, such as min_lr")
     warmup_ratio: float|None = _f("optimization", None, "Share of the steps in which the rate rises from 0; no warmup", ge=0, lt=1)
     warmup_steps: int|None = _f("optimization", None, "The same as a number of steps", ge=0)
@@ -113,11 +116,12 @@ class _Sharding(_Optimization):
     timeout: int = _f("ranks", 600, "Seconds after which a rank that waits for another gives up", ge=10)
     out: list[str] = _f("ranks", [], "Names that come back from rank 0 as run.result")
 
-# %% ../../nbs/plan/02_recipe.ipynb #5a5ce0ef
+# %% ../../nbs/plan/02_recipe.ipynb #4e0bc69d
 _WORDS = {"precision": {"float32": "fp32", "no": "fp32", "float": "fp32", "bfloat16": "bf16", "bf16-mixed": "bf16", "float16": "fp16", "half": "fp16",
                         "fp16-mixed": "fp16", "bf16-true": "bf16-pure"},
           "attn_implementation": {"flash_attn": "flash_attention_2", "flash_attention": "flash_attention_2", "fa2": "flash_attention_2",
                                   "fa3": "flash_attention_3", "flex": "flex_attention"}}
+_WORDS["optim"] = {"adamw_bnb_8bit": "adamw_8bit", "adamw": "adamw_torch"}
 _WORDS["dtype"] = _WORDS["reduce_dtype"] = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 def _kinds(name):
     "The plain types that field `name` takes, e.g. {int, NoneType}."
@@ -191,9 +195,9 @@ def _problem_of(err):
     at = "".join(f"[{p}]" for p in err["loc"][1:] if isinstance(p, int) or (isinstance(p, str) and not re.match(r"(str|dict|list)\b", p)))
     return Problem(name + at, value, f"{value!r} is not {want}", want)
 
-# %% ../../nbs/plan/02_recipe.ipynb #120e7cdb
+# %% ../../nbs/plan/02_recipe.ipynb #bd348877
 _OWNED_ENV = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"}
-_SCHEDULE_NEEDS = {"cosine_with_min_lr": ("min_lr", "min_lr_rate"), "warmup_stable_decay": ("num_decay_steps",)}
+_SCHEDULE_NEEDS = {"cosine_with_min_lr": ("min_lr", "min_lr_rate"), "cosine_warmup_with_min_lr": ("min_lr", "min_lr_rate"), "warmup_stable_decay": ("num_decay_steps",)}
 def _precision_problems(r, s):
     out, p = [], r.precision
     if p == "fp32" and r.dtype in ("bfloat16", "float16"):
@@ -206,6 +210,19 @@ def _precision_problems(r, s):
     if r.tuning == "qlora" and p == "fp16" and s.engine == "fsdp":
         out.append(Problem("precision", p, "qlora under fsdp needs its 4-bit storage in the computing format; fp16 is not supported there", "bf16, fp32",
                            "bf16"))
+    return out
+
+# %% ../../nbs/plan/02_recipe.ipynb #95f1d7f0
+_DORA4 = "DoRA on a 4-bit model can't be taken apart by DeepSpeed, which joins parameters of one type only"
+def _tuning_problems(r, s):
+    "Optimizers and adapters that this engine can't shard."
+    out, others = [], "adamw_torch, sgd" + (", adamw_8bit" if s.engine != "fsdp" and not s.nvme else "")
+    def no(why): out.append(Problem("optim", r.optim, why, others, "adamw_torch"))
+    if r.optim == "adafactor" and s.stage: no(f"under {s.name} each rank updates one flat slice, which has no rows and columns: Adafactor would keep a full moment of it and compute something else")
+    if r.optim == "adafactor" and s.engine == "fsdp": no(f"Transformers' Adafactor mixes sharded with whole tensors under {s.name} and fails in its first step")
+    if r.optim == "adamw_8bit" and s.engine == "fsdp": no(f"bitsandbytes' kernels don't take FSDP2's sharded tensors, so it fails under {s.name}; zero1, zero2 and zero3 shard it")
+    if r.optim == "adamw_8bit" and s.nvme: no(f"{s.name} keeps the optimizer on disk, which DeepSpeed does for fp32 moments only")
+    if r.use_dora and r.tuning == "qlora" and s.stage: out.append(Problem("use_dora", True, f"{_DORA4} ({s.name})", "false, or strategy ddp or fsdp, or tuning lora", "false"))
     return out
 
 # %% ../../nbs/plan/02_recipe.ipynb #ced66431
@@ -267,11 +284,11 @@ def _tracker_packages(r):
     from importlib.util import find_spec
     return [missing_package("report_to", n, " or ".join(need), need[0]) for n in r.report_to if (need := _TRACKERS.get(n)) and not any(map(find_spec, need))]
 
-# %% ../../nbs/plan/02_recipe.ipynb #51b6ab58
+# %% ../../nbs/plan/02_recipe.ipynb #e7c335d4
 def _check(r):
     "Raises `RecipeError` with every contradiction in `r`."
     s = Strategy.parse("ddp" if r.strategy == "auto" else r.strategy) # what 'auto' becomes is checked when it is chosen
-    problems = _precision_problems(r, s) + _schedule_problems(r) + _sharding_problems(r, s) + _env_problems(r) + _token_problems(r) + _tracker_problems(r)
+    problems = _precision_problems(r, s) + _tuning_problems(r, s) + _schedule_problems(r) + _sharding_problems(r, s) + _env_problems(r) + _token_problems(r) + _tracker_problems(r)
     if problems: raise RecipeError(problems)
 
 # %% ../../nbs/plan/02_recipe.ipynb #9394bd82
@@ -284,7 +301,7 @@ def _once(problems):
     "`problems` without those that say the same again."
     return list({(p.field, p.message): p for p in problems}.values())
 
-# %% ../../nbs/plan/02_recipe.ipynb #f006851f
+# %% ../../nbs/plan/02_recipe.ipynb #d8865679
 class Recipe(_Sharding):
     "A run, described: typed, complete, and the same from a cell, a file, a form or a command line."
     def __init__(self, **data):
@@ -309,6 +326,10 @@ class Recipe(_Sharding):
         return _strategy_name(v) if info.field_name == "strategy" else v
     def __repr__(self): return f"Recipe({', '.join(f'{k}={_masked(k, v)!r}' for k, v in self.options().items())})"
     __str__ = __repr__
+    @property
+    def notes(self) -> list: # sentences
+        "What a file in another tool's words said and this recipe doesn't, when it was read from one."
+        return list(self.__dict__.get("_notes", ()))
     def options(self) -> dict: # field -> value, in the fields' order
         "What differs from the defaults."
         default = lambda f: f.get_default(call_default_factory=True)
@@ -343,12 +364,14 @@ def _to_yaml(self, path=None) -> str: # the text; with `path` it is written ther
     return text
 Recipe.to_yaml = _to_yaml
 
-# %% ../../nbs/plan/02_recipe.ipynb #a9cb3d00
+# %% ../../nbs/plan/02_recipe.ipynb #95676d3b
 def _from_dict(cls, d) -> "Recipe":
     "The recipe that mapping `d` describes, in any known dialect."
     from shardnb.plan.dialect import canonical
-    known, _ = canonical(d)
-    return cls(**known)
+    known, notes = canonical(d)
+    recipe = cls(**known)
+    recipe.__dict__["_notes"] = notes
+    return recipe
 def _from_yaml(cls, source) -> "Recipe":
     "The recipe in a YAML file, or in YAML text."
     return cls.from_dict(read_yaml(source))
