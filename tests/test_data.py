@@ -1,4 +1,6 @@
 "Every format, and malformed files: right rows, or one clear error that names the field and the line"
+import gzip
+import io
 import json
 
 import pytest
@@ -33,9 +35,25 @@ def test_conversations_of_every_format_give_the_same_messages(tmp_path, fmt):
     assert len(got) == 2 and got[0]["messages"] == CHAT
 
 
-@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet"])
+def packed(text): return gzip.compress(text.encode())
+
+
+def arrow(rows, form="parquet"):
+    "Rows as a Parquet file, or in Arrow's file or stream form"
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    table, out = pa.Table.from_pylist(rows), io.BytesIO()
+    if form == "parquet": pq.write_table(table, out)
+    else:
+        with (pa.ipc.new_file if form == "file" else pa.ipc.new_stream)(out, table.schema) as w: w.write_table(table, 2)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "csv", "parquet", "arrow", "stream.arrow", "jsonl.gz", "json.gz", "csv.gz"])
 def test_every_kind_of_file_gives_the_same_rows(tmp_path, suffix):
     path = tmp_path / f"a.{suffix}"
+    if suffix.endswith("arrow"): path.write_bytes(arrow([{"text": "ä"}, {"text": "b\nc"}], "stream" if "stream" in suffix else "file"))
+    if suffix.endswith("gz"): path.write_bytes(packed({"jsonl": '{"text": "ä"}\n{"text": "b\\nc"}\n', "json": '[{"text": "ä"}, {"text": "b\\nc"}]', "csv": 'text\nä\n"b\nc"\n'}[suffix[:-3]]))
     if suffix == "jsonl": write(tmp_path, path.name, [{"text": "ä"}, {"text": "b\nc"}])
     if suffix == "json": write(tmp_path, path.name, json.dumps([{"text": "ä"}, {"text": "b\nc"}]))
     if suffix == "csv": write(tmp_path, path.name, 'text\nä\n"b\nc"\n')
@@ -70,6 +88,39 @@ BAD = {   # name of the file: content, what the one message must hold
     "quote.csv": ('text\n"a\n', "not valid CSV"),
     "fake.parquet": ("not parquet", "not a readable Parquet file"),
     "rows.jsnl": ([{"text": "a"}], "allowed: .jsonl"),
+    "nan.jsonl": ('{"text": "a"}\n{"text": NaN}\n', "line 2: text must be a string, not NaN (an empty cell)"),
+    "twice.jsonl": ('{"text": "a"}\n{"text": "b", "text": "c"}\n', "line 2: 'text' stands twice in one object"),
+    "twice.json": ('[{"text": "a"},\n{"text": "b", "text": "c"}]', "row 2: 'text' stands twice in one object"),
+    "twice.csv": ("text,text\na,b\n", "line 1: the header names 'text' twice"),
+    "nested.jsonl": ([{"messages": json.dumps(CHAT)}, {"messages": "[{'role': 'user'}]"}], "line 2: messages must be a list of messages, and its text isn't one: broken JSON"),
+    "string.jsonl": ([{"messages": json.dumps({"role": "user"})}], "line 1: messages must be a list of messages, not dict"),
+    "roles.jsonl": ([{"messages": [{"role": None, "content": "a"}]}], "line 1: messages[0].role: None is no role"),
+    "rolelist.jsonl": ([{"messages": [{"role": ["user"], "content": "a"}]}], "messages[0].role: ['user'] is no role"),
+    "content.jsonl": ([{"messages": [{"role": "user", "content": None}]}], "line 1: messages[0].content must be a string, not NoneType"),
+    "noone.jsonl": ([{"messages": []}], "line 1: messages is empty"),
+    "spaces.jsonl": ([{"text": "a"}, {"text": "  "}], "line 2: text is empty"),
+    "half.jsonl": ('{"text": "a\\ud83d"}\n', "line 1: text holds half a character (a lone surrogate, \\ud83d)"),
+    "deep.jsonl": ('{"text": ' + "[" * 100_000 + "]" * 100_000 + "}\n", "line 1: lists or objects lie too deep"),
+    "digits.jsonl": ('{"text": ' + "1" * 5000 + "}\n", "line 1: Exceeds the limit"),
+    "two.jsonl": ('{"text": "a"} {"text": "b"}\n', "broken JSON on line 1, column 15: Extra data"),
+    "one.json": ('{\n  "data": [{"text": "a"}]\n}\n', "holds one JSON object over several lines"),
+    "open.json": ('[{"text": "a"},\n{"text": "b"}\n', "broken JSON on line 3"),
+    "after.json": ('[{"text": "a"}]\n[{"text": "b"}]', "broken JSON on line 2, column 1: Extra data"),
+    "latin1.json": ('[{"text": "ä"}]'.encode("latin1"), "not UTF-8 text"),
+    "utf16.jsonl": ('{"text": "a"}\n'.encode("utf-16"), "line 1: not UTF-8 text (byte 0)"),
+    "utf16.csv": ("text\na\n".encode("utf-16"), "not UTF-8 text (byte 0)"),
+    "short.csv": ("instruction,output\na\n", "line 2: output is missing"),
+    "semicolon.csv": ("instruction;output\na;b\n", "no known format has the columns 'instruction;output'"),
+    "header.csv": ("text\n", "holds no rows"),
+    "cut.jsonl.gz": (packed('{"text": "a"}\n' * 1000)[:-20], "not a whole gzip file"),
+    "plain.jsonl.gz": ('{"text": "a"}\n', "not a whole gzip file: Not a gzipped file"),
+    "cut.parquet": (arrow([{"text": "a"}] * 100)[:-40], "not a readable Parquet file"),
+    "hole.parquet": (b"PAR1" + b"x" * 50 + b"PAR1", "not a readable Parquet file"),
+    "cut.arrow": (arrow([{"text": "a" * 50}] * 100, "file")[:900], "not a readable Arrow file"),
+    "text.arrow": ("text\na\n", "not a readable Arrow file"),
+    "null.parquet": (arrow([{"text": "a"}, {"text": None}]), "row 2: text is missing"),
+    "type.parquet": (arrow([{"text": 1}, {"text": 2}]), "row 1: text must be a string, not int"),
+    "rows.parquet.gz": (gzip.compress(arrow([{"text": "a"}])), "can't be read"),
 }
 
 
@@ -81,6 +132,97 @@ def test_a_malformed_file_is_one_clear_problem(tmp_path, name):
     assert len(problems) == 1 and problems[0].field == "dataset"
     assert expect in str(problems[0]) and name in str(problems[0])
     with pytest.raises(RecipeError): list(rows(Recipe(dataset=path)))
+
+
+FINE = {   # name of the file: content, what its rows say
+    "bom.jsonl": (b"\xef\xbb\xbf" + b'{"text": "a"}\n{"text": "b"}\n', ["a", "b"]),
+    "bom.csv": (b"\xef\xbb\xbf" + b"text\na\nb\n", ["a", "b"]),
+    "bom.json": (b"\xef\xbb\xbf" + b'[{"text": "a"}, {"text": "b"}]', ["a", "b"]),
+    "crlf.jsonl": ('{"text": "a"}\r\n\r\n{"text": "b"}\r\n', ["a", "b"]),
+    "crlf.csv": ("text\r\na\r\nb\r\n", ["a", "b"]),
+    "noend.jsonl": ('{"text": "a"}\n{"text": "b"}', ["a", "b"]),
+    "huge.jsonl": (json.dumps({"text": "x" * 5_000_000}) + "\n" + json.dumps({"text": "b"}) + "\n", ["x" * 5_000_000, "b"]),
+    "huge.json": (json.dumps([{"text": "x" * 5_000_000}, {"text": "b"}], indent=1), ["x" * 5_000_000, "b"]),
+    "lines.jsonl": ('{"text": "a\u2028b\u0085c"}\n', ["a\u2028b\u0085c"]),
+    "more.jsonl": ('{"text": "a", "id": 1}\n{"id": null, "text": "b", "new": [1]}\n', ["a", "b"]),
+    "nul.csv": ('text\n"a\0b"\n', ["a\0b"]),
+}
+
+
+@pytest.mark.parametrize("name", FINE)
+def test_an_odd_file_that_can_be_read_gives_its_rows(tmp_path, name):
+    content, expect = FINE[name]
+    r = Recipe(dataset=write(tmp_path, name, content))
+    assert check_dataset(r) == [] and [x["completion"] for x in rows(r)] == expect
+
+
+def test_lists_that_are_written_as_text(tmp_path):
+    "As a CSV file holds them; and ShareGPT's column with messages in it"
+    cell = json.dumps(CHAT).replace('"', '""')
+    for name, content in (("a.csv", f'id,messages\n1,"{cell}"\n'), ("a.jsonl", [{"messages": json.dumps(CHAT)}]), ("b.jsonl", [{"conversations": CHAT}])):
+        r = Recipe(dataset=write(tmp_path, name, content))
+        assert check_dataset(r) == [] and list(rows(r))[0]["messages"] == CHAT
+
+
+def test_an_array_is_read_piece_by_piece(tmp_path, monkeypatch):
+    from shardnb.run import formats
+    many = [{"text": f"row {i} ä😀 " + "x" * (i % 50), "n": 1.5 * i} for i in range(200)]
+    path = write(tmp_path, "a.json", json.dumps(many, indent=2, ensure_ascii=False))
+    for size in (1, 7, 100, 1 << 20):
+        monkeypatch.setattr(formats, "_CHUNK", size)
+        assert [r for _, r in formats.file_rows(path)] == many
+    broken = write(tmp_path, "b.json", json.dumps(many, indent=2).replace('"row 150', 'row 150'))
+    line = 1 + json.dumps(many, indent=2).split('"row 150')[0].count("\n")
+    for size in (7, 1 << 20):
+        monkeypatch.setattr(formats, "_CHUNK", size)
+        with pytest.raises(formats.RowError, match=f"on line {line}, column 13"): list(formats.file_rows(broken))
+
+
+def in_memory(rows):
+    "The same rows as a cell may hold them"
+    import datasets
+    import pandas as pd
+    return {"list": rows, "tuple": tuple(rows), "Dataset": datasets.Dataset.from_list(rows), "pandas": pd.DataFrame(rows, index=range(5, 5 + len(rows))),
+        "columns": {k: [r[k] for r in rows] for k in rows[0]}, "arrow": datasets.Dataset.from_list(rows).data.table}
+
+
+def test_rows_in_memory():
+    from shardnb.run.data import as_dataset, tokenize_rows
+    from shardnb.run.models import load_tokenizer
+    r = Recipe(model="tiny", dataset="demo")
+    tok = load_tokenizer(r)
+    for made in map(in_memory, ([{"prompt": "a?", "completion": "b"}, {"prompt": "c?", "completion": "d"}], [{"messages": CHAT}, {"messages": CHAT * 2}])):
+        found = {k: tokenize_rows(as_dataset(v), r, tok).to_list() for k, v in made.items()}
+        assert len(found["list"]) == 2 and all(v == found["list"] for v in found.values())
+
+
+ODD = {   # rows that a cell made: what the one message must hold
+    "nothing": ([], "holds no rows"),
+    "no dicts": ([{"text": "a"}, "b"], "row 2 is str, not a dict"),
+    "mixed types": ([{"text": "a"}, {"text": 3}], "row 2: text is int, and in row 1 str"),
+    "a missing column": ([{"text": "a"}, {"instruction": "b"}], "row 2: text is missing"),
+    "preference pairs": ([{"chosen": "a", "rejected": "b"}], "preference"),
+    "uneven columns": ({"text": ["a", "b"], "id": [1]}, "columns"),
+    "not rows": (42, "rows of a dataset"),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+def test_odd_rows_in_memory_are_one_clear_problem(name):
+    from shardnb.run.data import as_dataset, tokenize_rows
+    from shardnb.run.models import load_tokenizer
+    made, expect = ODD[name]
+    r = Recipe(model="tiny")
+    with pytest.raises(RecipeError) as e: tokenize_rows(as_dataset(made), r, load_tokenizer(r))
+    assert len(e.value.problems) == 1 and expect in str(e.value) and "train_dataset" in str(e.value)
+
+
+def test_empty_cells_of_a_table_are_missing():
+    import datasets
+    import pandas as pd
+    from shardnb.run.data import as_dataset
+    with pytest.raises(RecipeError, match="row 2: output is missing"): list(rows(Recipe(model="tiny"), as_dataset(pd.DataFrame({"instruction": ["a", "b"], "output": ["c", float("nan")]}))))
+    with pytest.raises(RecipeError, match="splits train, test: give one of them"): as_dataset(datasets.DatasetDict(train=datasets.Dataset.from_dict({"text": ["a"]}), test=datasets.Dataset.from_dict({"text": ["a"]})))
 
 
 def test_names_that_are_no_dataset():

@@ -82,7 +82,7 @@ TABLE = [
     ("slip in a precision", KW, dict(precision="bf61"), "precision", "did you mean 'bf16'"),
     ("slip in a schedule", KW, dict(lr_scheduler_type="cosin"), "lr_scheduler_type", "did you mean 'cosine'"),
     ("slip in a dtype", KW, dict(dtype="torch.bfloat"), "dtype", "did you mean 'bfloat16'"),
-    ("optimizer that is not there", KW, dict(optim="adamw_8bit"), "optim", "adamw_torch"),
+    ("optimizer that is not there", KW, dict(optim="adamw_xla"), "optim", "adamw_torch"),
     ("slip in a machine", "Machine", "4xA100-80G", "machine", "did you mean '4xA100-80GB'"),
     # impossible batches
     ("half a row per rank", GPU, dict(OK, nproc=4, global_batch=8, grad_accum=4), "global_batch", "8 ≠ ? × 4 × 4"),

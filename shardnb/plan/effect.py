@@ -14,12 +14,12 @@ from pathlib import Path
 from .recipe import Recipe
 from .strategy import Strategy
 
-# %% ../../nbs/plan/02a_effect.ipynb #4a936c8c
+# %% ../../nbs/plan/02a_effect.ipynb #794e0bc4
 _RANKS = {n for n, f in Recipe.model_fields.items() if f.json_schema_extra["group"] in ("precision", "sharding", "ranks")} - {"activation_checkpointing"} | {"seed"}
 _ARGS = ("micro_batch", "grad_accum", "global_batch", "learning_rate", "optim", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "lr_scheduler_type",
          "lr_scheduler_kwargs", "warmup_ratio", "warmup_steps", "max_grad_norm", "num_train_epochs", "max_steps", "activation_checkpointing", "use_liger_kernel",
          "dataloader_num_workers", "logging_steps", "save_steps", "save_total_limit", "eval_steps") # what `TrainingArguments` say
-_LORA = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules")
+_LORA = ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_rslora", "use_dora")
 _MADE = {"args": _ARGS, "model": ("dtype", "attn_implementation", "tuning", *_LORA), "train_dataset": ("dataset", "dataset_config", "split"), "peft_config": _LORA}
 def _unread(r, kind, assigned, text):
     "Field -> why this cell leaves it unread."
@@ -36,7 +36,7 @@ def _config_is_idle(dataset):
     d = Path(dataset).expanduser()
     return dataset == "demo" or d.is_file() or any((d / n).is_file() for n in ("dataset_info.json", "dataset_dict.json"))
 
-# %% ../../nbs/plan/02a_effect.ipynb #c7602b8c
+# %% ../../nbs/plan/02a_effect.ipynb #ee8af6f1
 def no_effect(
     r,               # a `Recipe`
     kind="recipe",   # what the cell is: 'recipe', 'objects', 'trainer' or 'loop'
@@ -50,9 +50,9 @@ def no_effect(
     if r.tuning == "full": out += [f"{k} has no effect at tuning full" for k in _LORA if k in given]
     if r.max_steps and "num_train_epochs" in given: out.append(f"num_train_epochs has no effect: max_steps ({r.max_steps}) decides")
     if r.eval_steps and not r.eval_share and "eval_steps" in given: out.append("eval_steps has no effect unless eval_share is above 0")
-    if r.optim == "sgd": out += [f"{k} has no effect with optim sgd" for k in ("adam_beta1", "adam_beta2", "adam_epsilon") if k in given]
-    if r.lr_scheduler_type == "constant" and (r.warmup_ratio or r.warmup_steps) and given & {"warmup_ratio", "warmup_steps"}:
-        out.append("warmup has no effect with lr_scheduler_type constant; constant_with_warmup has one")
+    if r.optim in ("sgd", "adafactor"): out += [f"{k} has no effect with optim {r.optim}" for k in ("adam_beta1", "adam_beta2", "adam_epsilon") if k in given]
+    if r.lr_scheduler_type in ("constant", "reduce_lr_on_plateau", "greedy") and (r.warmup_ratio or r.warmup_steps) and given & {"warmup_ratio", "warmup_steps"}:
+        out.append(f"warmup has no effect with lr_scheduler_type {r.lr_scheduler_type}; constant_with_warmup has one")
     if r.dataset and r.dataset_config and "dataset_config" in given and _config_is_idle(r.dataset):
         out.append(f"dataset_config has no effect: {r.dataset} has no configurations")
     if r.save_only_model and kind != "loop": out.append("checkpoints hold the model only: this run can't be resumed")

@@ -71,7 +71,7 @@ def walk(
         base += s.end
     return out
 
-# %% ../../nbs/plan/07_predict.ipynb #46bb568a
+# %% ../../nbs/plan/07_predict.ipynb #87524ae5
 NF4, SCALES = .5, (1 + 4 / 256) / 64 # bytes of a parameter in 4-bit NormalFloat, and of its scales: one byte for 64, itself scaled once in 256 (Dettmers et al. 2023, arXiv:2305.14314)
 def _is_quantized(p): return not p[2] and p[3].startswith("layers.") and len(p[4]) == 2 # matrices of the layers; bitsandbytes leaves embedding, head and norms
 
@@ -98,6 +98,7 @@ def _units(facts):
     _KEPT[:] = [*_KEPT[-3:], (facts, _Units(facts))]
     return _KEPT[-1][1]
 
+_TEMPORARIES = {"adafactor": (2, 2), "adamw_8bit": (5, 0)} # fp32 copies of the largest tensor: on a CPU, on CUDA
 class _Engine:
     "What every engine does the same way."
     keeps_grads = False # are a piece's gradients whole until it is done?
@@ -108,9 +109,9 @@ class _Engine:
         self.s, self.n, self.units, self.accum, self.optim, self.cuda, self.facts = strategy, world_size, _units(facts), grad_accum, optim, cuda, facts
         self.told = settings[settings["engine"]]
         ds = self.told if settings["engine"] == "deepspeed" else {}
-        self.w = widths(strategy.engine, precision, frozen, (ds.get("data_types") or {}).get("grad_accum_dtype"), bool((ds.get("torch_autocast") or {}).get("enabled")))
+        self.w = widths(strategy.engine, precision, frozen, (ds.get("data_types") or {}).get("grad_accum_dtype"), bool((ds.get("torch_autocast") or {}).get("enabled")), optim)
         self.asked = facts, strategy, settings, precision, world_size, frozen
-        self.states = state_bytes(*self.asked)
+        self.states = state_bytes(*self.asked, optim=optim)
         self.quantized = quantized
         thin = self.units.thin() if quantized else 0
         scales = int(thin * SCALES) # no parameters: every rank keeps all of them on its device
@@ -132,8 +133,9 @@ class _Engine:
     def slices(self): return self.units.trained # elements of each tensor that the optimizer updates here
     def step(self) -> dict: return self.held() | {"grads": self.states["grads"]} | self.temporaries(self.slices())
     def temporaries(self, elements, more=0) -> dict: # bytes that the optimizer makes for the moment
-        "Of AdamW: two of the tensor at hand and one of the last when it takes one after the other, one of everything as `foreach` (CUDA's default), none when fused (PyTorch `optim/adamw.py`)."
-        if self.optim != "adamw_torch" or not elements: n = 0
+        "Of AdamW: two of the tensor at hand and one of the last when it takes one after the other, one of everything as `foreach` (CUDA's default), none when fused (PyTorch `optim/adamw.py`). Of the others as far as their code tells: Adafactor makes two of a tensor, bitsandbytes on a CPU five, on CUDA none."
+        if self.optim in _TEMPORARIES or not elements: return {"temp": max(elements, default=0) * 4 * _TEMPORARIES.get(self.optim, (0, 0))[self.cuda] + more}
+        if self.optim != "adamw_torch": n = 0
         elif self.cuda and self.slices_at == "grads": n = sum(elements)
         else: n = max(2 * a + b for a, b in zip(elements, [0, *elements]))
         return {"host temp" if self.cuda and self.slices_at != "grads" else "temp": n * self.w.moment + more}
@@ -209,10 +211,10 @@ class _Zero12(_Engine):
     def __init__(self, *a, **kw):
         super().__init__(*a, **kw)
         self.bucket = int(self.told["zero_optimization"]["reduce_bucket_size"]) * self.w.grad
-        self.mine = self.states["optimizer"] // ((self.w.master + 2 * self.w.moment) or 1) # elements of this rank's slice
+        self.mine = int(self.states["optimizer"] / ((self.w.master + 2 * self.w.moment) or 1)) # elements of this rank's slice
         self.off = "optim" in self.s.offload
         self.whole = self.mine * self.n * self.w.grad
-        self.slice = 0 if self.off else state_bytes(*self.asked, moment="after_backward")["grads"] # whole gradients that reach into the slice
+        self.slice = 0 if self.off else state_bytes(*self.asked, moment="after_backward", optim=self.optim)["grads"] # whole gradients that reach into the slice
         biggest = max((p[1] for p in self.facts["params"] if p[2]), default=0) * 4
         self.always = {"host grads": self.mine * 4, "comm": biggest, "host comm": biggest} if self.off else {} # the slice in fp32, and a buffer on each side for a gradient on its way
     def _with(self, **b): return self.always | {k: v + self.always.get(k, 0) for k, v in b.items()}
@@ -238,7 +240,7 @@ class _Zero3(_Engine):
     def __init__(self, *a, **kw):
         super().__init__(*a, **kw)
         z, rows = self.told["zero_optimization"], self.facts["params"]
-        self.mine = self.states["optimizer"] // ((self.w.master + 2 * self.w.moment) or 1)
+        self.mine = int(self.states["optimizer"] / ((self.w.master + 2 * self.w.moment) or 1))
         self.group, self.small = int(z["sub_group_size"]), sum(p[1] for p in rows if p[1] <= int(z["stage3_param_persistence_threshold"]))
         self.prefetch = int(z["stage3_prefetch_bucket_size"])
         inner = max((p[1] for p in rows if p[3].startswith("layers.") or not self.fused_head), default=max(p[1] for p in rows)) # TRL's fused head gathers its matrix itself, beside the limit

@@ -93,11 +93,11 @@ def _offload(s, w, reduced, trainable, fetched, n, a):
         if s.offload["param"] == "nvme": out["disk"] += fetched + shard * w.param
     return out
 
-# %% ../../nbs/plan/07a_traffic.ipynb #87cb2cde
+# %% ../../nbs/plan/07a_traffic.ipynb #fa9c0560
 _MFU, _CORE = .4, 20e9          # share of a GPU's figure; operations per second of a CPU core in fp32
 _FLOPS, _BANDWIDTH = 100e12, 1e12 # of a GPU that isn't known
 _LAUNCH = {"forward": .4e-3, "backward": .8e-3, "fsdp": .3e-3, "zero3": 1e-3} # least seconds per layer and micro-batch
-_PASSES = {"adamw_torch": 80, "adamw_torch_fused": 28, "sgd": 20} # bytes per element
+_PASSES = {"adamw_torch": 80, "adamw_torch_fused": 28, "sgd": 20, "adafactor": 60, "adamw_8bit": 18} # bytes per element
 _DISK, _CORE_BANDWIDTH, _WIRE = 3e9, 10e9, 10e9 # bytes per second of a disk, of host memory per core, of a link that isn't known
 _HIDES = {"ddp": {"all_reduce": .7}, "fsdp": {"all_gather": .7, "reduce_scatter": .7}, "deepspeed": {}}
 

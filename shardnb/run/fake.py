@@ -7,7 +7,7 @@ Docs: https://shardnb.github.io/shardnb/run/fake.html.md"""
 # %% auto #0
 __all__ = ['fakeify', 'cast', 'build', 'FakeDDP', 'gloo_copies', 'FakeRank', 'step']
 
-# %% ../../nbs/run/03c_fake.ipynb #af464f25
+# %% ../../nbs/run/03c_fake.ipynb #e6bc1e0a
 import contextlib
 import os
 from types import MethodType, SimpleNamespace
@@ -15,6 +15,7 @@ from types import MethodType, SimpleNamespace
 import torch
 import torch.distributed as dist
 
+from ..plan.problem import Problem, RecipeError
 from .engine import DDPEngine, DeepSpeedEngine, FSDPEngine, _dtype
 from .live import STEP, Ledger
 
@@ -138,12 +139,16 @@ def gloo_copies(
     if "reduce_scatter" in name: return _nbytes(args[1]) + scratch(args[1])
     return scratch(args[0]) if "reduce" in name else 0
 
-# %% ../../nbs/run/03c_fake.ipynb #e4e5e723
+# %% ../../nbs/run/03c_fake.ipynb #c0db8a60
 def _optimizer(recipe, model, decay, cuda):
     "The recipe's optimizer; `foreach` is what PyTorch chooses on that device."
     ps = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     groups = [{"params": [p for n, p in ps if (n in decay) == yes], "weight_decay": recipe.weight_decay if yes else 0.} for yes in (True, False)]
     lr = recipe.learning_rate or 1e-5
+    if recipe.optim == "adafactor":
+        from transformers import Adafactor
+        return Adafactor(groups, lr=lr, scale_parameter=False, relative_step=False)
+    if recipe.optim == "adamw_8bit": raise RecipeError(Problem("optim", recipe.optim, "bitsandbytes' kernels can't be played on tensors without memory: its exact memory is known only from a run", "a prediction without exact", "adamw_torch"))
     if recipe.optim == "sgd": return torch.optim.SGD(groups, lr=lr, foreach=cuda)
     how = {"fused": True} if recipe.optim == "adamw_torch_fused" else {"foreach": cuda}
     return torch.optim.AdamW(groups, lr=lr, betas=(recipe.adam_beta1, recipe.adam_beta2), eps=recipe.adam_epsilon, **how)

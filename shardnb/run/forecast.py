@@ -21,7 +21,7 @@ from ..plan.strategy import COMPUTE, Strategy, settings, weights_dtype
 from .event import plain
 from .planner import _FACTS, Planner, kept, model_facts
 
-# %% ../../nbs/run/03d_forecast.ipynb #82cbde97
+# %% ../../nbs/run/03d_forecast.ipynb #5dd831e6
 def trace_options(
     recipe: Recipe,       # resolved
     strategy: Strategy,   # of this prediction
@@ -50,13 +50,14 @@ def _notes(recipe, layers, moe, longest):
     "What a prediction leaves out, said beside it."
     if recipe.use_liger_kernel: yield "Liger's kernels save some activations; they are counted as if they didn't"
     if (recipe.attn_implementation or "").startswith(("flash", "flex")): yield f"{recipe.attn_implementation} is counted as sdpa without a mask, which saves the same tensors"
+    if recipe.optim in ("adafactor", "adamw_8bit"): yield f"what {recipe.optim} makes for the moment in its step is counted by rule: " + ("bitsandbytes' code on a CPU makes five copies of its largest tensor, its CUDA kernels none" if recipe.optim == "adamw_8bit" else "two copies of the largest tensor")
     if moe: yield "which expert a token goes to is known only in the run: experts are counted as the model's code treats tokens without a value"
     if recipe.packing: yield "packed rows are counted at their full length"
     elif longest and longest < recipe.max_length: yield f"rows are counted at {longest} tokens, the longest of the data"
     elif longest is None: yield f"rows are counted at max_length {recipe.max_length}: at most that long"
     if recipe.fsdp_keep: yield "fsdp_keep: units that stay whole are counted from the start of forward"
 
-# %% ../../nbs/run/03d_forecast.ipynb #11bfcbba
+# %% ../../nbs/run/03d_forecast.ipynb #26e7f811
 class Forecaster:
     "Facts and traces of the models that were asked about, and predictions from them."
     def __init__(self): self._facts, self._traces = {}, {}
@@ -72,7 +73,7 @@ class Forecaster:
         "Of the recipe's model, computing in this way."
         from shardnb.run.models import apply_peft, model_config, resolve_model
         from shardnb.run.trace import trace_model
-        tuned = {n: getattr(recipe, n) for n in ("model", "revision", "tuning", "lora_r", "lora_dropout", "lora_target_modules", "trust_remote_code", "fsdp_wrap")}
+        tuned = {n: getattr(recipe, n) for n in ("model", "revision", "tuning", "lora_r", "lora_dropout", "lora_target_modules", "use_dora", "trust_remote_code", "fsdp_wrap")}
         key = json.dumps([tuned, options], sort_keys=True, default=list)
         if key not in self._traces:
             def make():

@@ -7,19 +7,22 @@ Docs: https://shardnb.github.io/shardnb/run/formats.html.md"""
 # %% auto #0
 __all__ = ['FORMATS', 'RowError', 'format_of', 'normalise', 'file_rows', 'raw_rows', 'split_problems', 'rows', 'check_dataset']
 
-# %% ../../nbs/run/05b_formats.ipynb #f0e3f954
+# %% ../../nbs/run/05b_formats.ipynb #6f41af07
 import csv
+import gzip
+import io
 import json
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
 from ..plan.document import json_fault
-from ..plan.place import as_path, is_path, kind_problems, missing_file, name_problems, unreadable
+from ..plan.place import as_path, data_kind, is_path, kind_problems, missing_file, name_problems, unreadable
 from ..plan.problem import Problem, RecipeError, nearest, not_given, unknown_word
 from .demo import demo_pairs
-from .hub import hub_problems, not_fetched, unreached
+from .hub import MODELSCOPE, hub_problems, modelscope_folder, not_fetched, unreached
 
-# %% ../../nbs/run/05b_formats.ipynb #cdf3d863
+# %% ../../nbs/run/05b_formats.ipynb #ee066b95
 FORMATS = {"messages": ("messages",), "sharegpt": ("conversations",), "alpaca": ("instruction", "output"),
     "prompt-completion": ("prompt", "completion"), "text": ("text",)}   # name -> columns it must have
 
@@ -31,7 +34,8 @@ def format_of(
 ) -> str: # a key of `FORMATS`
     "The format that a dataset's columns say it has"
     cols = list(columns)
-    if {"chosen", "rejected"} & set(cols): raise RowError("holds preference pairs (chosen, rejected), which are for preference tuning and not supported")
+    if {"chosen", "rejected"} & set(cols): raise RowError("holds preference pairs (chosen, rejected), which are for preference tuning and not supported; "
+        "to learn the chosen answers alone, name them completion and leave out the rejected ones")
     for name, need in FORMATS.items():
         if all(c in cols for c in need): return name
     known = [c for need in FORMATS.values() for c in need]
@@ -39,7 +43,7 @@ def format_of(
     raise RowError(f"no known format has the columns {', '.join(map(repr, cols)) or '(none)'}{': ' + ', '.join(near) if near else ''}; "
         + "known: " + "; ".join(f"{k} ({', '.join(v)})" for k, v in FORMATS.items()))
 
-# %% ../../nbs/run/05b_formats.ipynb #f2cac8f0
+# %% ../../nbs/run/05b_formats.ipynb #3e5d8dfa
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "chatgpt": "assistant", "bard": "assistant", "model": "assistant",
     "bing": "assistant", "system": "system"}
@@ -47,27 +51,40 @@ _SHAREGPT = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "
 def _text(row: dict, key: str, empty: bool = False) -> str:
     "A column's string, or a `RowError` that names the column"
     if key not in row or row[key] is None: raise RowError(f"{key} is missing")
-    if not isinstance(row[key], str): raise RowError(f"{key} must be a string, not {type(row[key]).__name__}")
+    if not isinstance(row[key], str): raise RowError(f"{key} must be a string, not {_kind(row[key])}")
     if not empty and not row[key].strip(): raise RowError(f"{key} is empty")
-    return row[key]
+    return _whole_characters(row[key], key)
+
+def _kind(value) -> str: # a word or two
+    "What a value is that should be text"
+    return "NaN (an empty cell)" if value != value else type(value).__name__
+
+def _whole_characters(text: str, at: str) -> str: # the text
+    "No tokenizer takes half of a character, which JSON can write as an escape"
+    try: text.encode()
+    except UnicodeEncodeError as e: raise RowError(f"{at} holds half a character (a lone surrogate, \\u{ord(text[e.start]):04x})") from e
+    return text
 
 def _messages(value, key: str, role: str = "role", content: str = "content", roles: dict|None = None) -> list[dict]:
     "A list of messages with known roles, or a `RowError` that names the message"
-    if not isinstance(value, (list, tuple)): raise RowError(f"{key} must be a list of messages, not {type(value).__name__}")
+    if isinstance(value, str) and value.strip():
+        try: value = _parsed(value)
+        except RowError as e: raise RowError(f"{key} must be a list of messages, and its text isn't one: {e}") from e
+    if not isinstance(value, (list, tuple)): raise RowError(f"{key} must be a list of messages, not {_kind(value)}")
     if not value: raise RowError(f"{key} is empty")
     known, out = roles or {r: r for r in _ROLES}, []
     for i, m in enumerate(value):
         at = f"{key}[{i}]"
         if not isinstance(m, dict): raise RowError(f"{at} must be an object, not {type(m).__name__}")
         if role not in m or content not in m: raise RowError(f"{at} needs {role!r} and {content!r}; it has {', '.join(map(repr, m)) or 'nothing'}")
-        if m[role] not in known:
+        if not isinstance(m[role], str) or m[role] not in known:
             near = nearest(str(m[role]), list(known))
             raise RowError(f"{at}.{role}: {m[role]!r} is no role; allowed: {', '.join(known)}" + (f"; did you mean {near!r}?" if near else ""))
-        if not isinstance(m[content], str): raise RowError(f"{at}.{content} must be a string, not {type(m[content]).__name__}")
-        out.append({"role": known[m[role]], "content": m[content]})
+        if not isinstance(m[content], str): raise RowError(f"{at}.{content} must be a string, not {_kind(m[content])}")
+        out.append({"role": known[m[role]], "content": _whole_characters(m[content], f"{at}.{content}")})
     return out
 
-# %% ../../nbs/run/05b_formats.ipynb #68e633d6
+# %% ../../nbs/run/05b_formats.ipynb #265e1258
 def _conversation(messages: list[dict], key: str, trained: int = 0) -> dict:
     "A conversation in which the assistant says something that is trained on"
     if not any(m["role"] == "assistant" and m["content"].strip() for m in messages[trained:]): raise RowError(f"{key}: the assistant says nothing")
@@ -80,7 +97,9 @@ def normalise(
     "One row in one of the two forms; `RowError` when it doesn't fit its format"
     if fmt == "messages": return _conversation(_messages(row.get("messages"), "messages"), "messages")
     if fmt == "sharegpt":
-        return _conversation(_messages(row.get("conversations"), "conversations", "from", "value", _SHAREGPT), "conversations")
+        said = row.get("conversations")
+        words = ("role", "content") if isinstance(said, (list, tuple)) and said and isinstance(said[0], dict) and "role" in said[0] else ("from", "value")
+        return _conversation(_messages(said, "conversations", *words, _SHAREGPT), "conversations")
     if fmt == "alpaca":
         ask, extra, system = _text(row, "instruction"), row.get("input"), row.get("system")
         if extra and not isinstance(extra, str): raise RowError(f"input must be a string, not {type(extra).__name__}")
@@ -95,66 +114,142 @@ def normalise(
         return {"prompt": _text(row, "prompt", empty=True), "completion": _text(row, "completion")}
     return {"prompt": "", "completion": _text(row, "text")}
 
-# %% ../../nbs/run/05b_formats.ipynb #7574bcde
+# %% ../../nbs/run/05b_formats.ipynb #e8b2d0ef
+def _once(pairs: list) -> dict:
+    "An object whose names are all different"
+    d = dict(pairs)
+    if len(d) == len(pairs): return d
+    seen = set()
+    twice = next(k for k, _ in pairs if k in seen or seen.add(k))
+    raise RowError(f"{twice!r} stands twice in one object")
+
+_decoder = json.JSONDecoder(object_pairs_hook=_once)
+
+def _parsed(text: str, line: int|None = None): # line: of a file that is read line by line
+    "A JSON value; `RowError` says what is wrong with it"
+    at = f"line {line}: " if line else ""
+    try: return _decoder.decode(text)
+    except json.JSONDecodeError as e: raise RowError(json_fault(e, line)) from e
+    except RecursionError as e: raise RowError(f"{at}lists or objects lie too deep in each other") from e
+    except RowError as e: raise RowError(f"{at}{e}") from e
+    except ValueError as e: raise RowError(f"{at}{str(e)[:100]}") from e   # a number of thousands of digits
+
+def _open(p: Path):
+    "A file's bytes, unpacked when its name ends with .gz"
+    return gzip.open(p) if p.suffix.lower() == ".gz" else p.open("rb")
+
 def _json_rows(p: Path) -> Iterator[tuple[str, dict]]:
     "Rows of JSON lines, or of one JSON array"
-    with p.open("rb") as f: first = f.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
-    if first == b"[":
-        try: rows = json.loads(p.read_bytes().decode("utf-8-sig"))
-        except UnicodeDecodeError as e: raise RowError(f"not UTF-8 text (byte {e.start})") from e
-        except json.JSONDecodeError as e: raise RowError(json_fault(e)) from e
-        yield from ((f"row {i}", r) for i, r in enumerate(rows, 1))
-        return
-    with p.open("rb") as f:
+    with _open(p) as f: first = f.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n")[:1]
+    if first == b"[": yield from _array_rows(p); return
+    with _open(p) as f:
         for i, raw in enumerate(f, 1):
             try: line = raw.decode("utf-8-sig" if i == 1 else "utf-8").strip()
             except UnicodeDecodeError as e: raise RowError(f"line {i}: not UTF-8 text (byte {e.start})") from e
             if not line: continue
-            try: yield f"line {i}", json.loads(line)
-            except json.JSONDecodeError as e: raise RowError(json_fault(e, i)) from e
+            if i == 1 and line == "{" and data_kind(p) == ".json":
+                raise RowError("holds one JSON object over several lines; rows are an array of objects, or one object per line")
+            yield f"line {i}", _parsed(line, i)
 
-# %% ../../nbs/run/05b_formats.ipynb #32dd1d7a
+# %% ../../nbs/run/05b_formats.ipynb #3e8cc30c
+_CHUNK = 1 << 20   # characters of an array that are read at once
+
+def _array_rows(p: Path) -> Iterator[tuple[str, dict]]:
+    "The items of a JSON array, one after the other, without holding them all"
+    with io.TextIOWrapper(_open(p), encoding="utf-8-sig") as f:
+        text, at, line, i, ended, size = "", 0, 1, 0, False, _CHUNK
+        def more():
+            nonlocal text, at, line, ended, size
+            line += text.count("\n", 0, at)
+            try: new = f.read(size)
+            except UnicodeDecodeError as e: raise RowError(f"not UTF-8 text (near line {line + text.count(chr(10), at)})") from e
+            text, at, ended, size = text[at:] + new, 0, not new, 2 * size   # of a huge item each time twice as much
+        def skip():
+            nonlocal at
+            while True:
+                while at < len(text) and text[at] in " \t\r\n": at += 1
+                if at < len(text) or ended: return text[at:at + 1]
+                more()
+        def fault(e): return RowError(json_fault(e, line + text.count("\n", 0, e.pos)))
+        skip(); at += 1   # the bracket
+        if skip() == "]": at += 1; return
+        while True:
+            skip()
+            try: row, end = _decoder.raw_decode(text, at)
+            except json.JSONDecodeError as e:
+                if ended: raise fault(e) from e
+                more(); continue
+            except RowError as e: raise RowError(f"row {i + 1}: {e}") from e
+            except (RecursionError, ValueError) as e: raise RowError(f"row {i + 1}: {'lists or objects lie too deep in each other' if isinstance(e, RecursionError) else str(e)[:100]}") from e
+            if end == len(text) and not ended: more(); continue   # a number may go on
+            at, i, size = end, i + 1, _CHUNK
+            yield f"row {i}", row
+            mark = skip()
+            if mark not in (",", "]"): raise fault(json.JSONDecodeError("Expecting ',' delimiter", text, at))
+            at += 1
+            if mark == "]": break
+        if skip(): raise fault(json.JSONDecodeError("Extra data", text, at))
+
+# %% ../../nbs/run/05b_formats.ipynb #b98b97fa
 def _csv_rows(p: Path) -> Iterator[tuple[str, dict]]:
     "Rows of a CSV file with a header"
     csv.field_size_limit(1 << 30)
-    with p.open(encoding="utf-8-sig", newline="") as f:
+    with io.TextIOWrapper(_open(p), encoding="utf-8-sig", newline="") as f:
         reader = csv.DictReader(f, strict=True)
         try:
+            names = reader.fieldnames or []
+            if twice := sorted({n for n in names if names.count(n) > 1}): raise RowError(f"line 1: the header names {', '.join(map(repr, twice))} twice")
             for row in reader:
                 if None in row: raise RowError(f"line {reader.line_num}: has more fields than the header")
                 yield f"line {reader.line_num}", row
         except csv.Error as e: raise RowError(f"line {reader.line_num}: not valid CSV: {e}") from e
         except UnicodeDecodeError as e: raise RowError(f"not UTF-8 text (byte {e.start})") from e
 
-def _parquet_rows(p: Path) -> Iterator[tuple[str, dict]]:
-    "Rows of a Parquet file"
+def _batches(batches) -> Iterator[tuple[str, dict]]: # record batches of pyarrow
+    "Their rows, a thousand at a time as Python's values"
+    i = 0
+    for batch in batches:
+        names = batch.schema.names
+        if twice := sorted({n for n in names if names.count(n) > 1}): raise RowError(f"the columns {', '.join(map(repr, twice))} are there twice")
+        for start in range(0, len(batch), 1000):
+            for row in batch.slice(start, 1000).to_pylist(): i += 1; yield f"row {i}", row
+
+def _arrow_rows(p: Path) -> Iterator[tuple[str, dict]]:
+    "Rows of a Parquet or an Arrow file (the file and the stream form, which `datasets` writes)"
     import pyarrow as pa
     import pyarrow.parquet as pq
-    try: table = pq.ParquetFile(p)
-    except (pa.ArrowInvalid, OSError) as e: raise RowError(f"not a readable Parquet file: {str(e).splitlines()[0][:120]}") from e
-    i = 0
-    for batch in table.iter_batches(1000):
-        for row in batch.to_pylist(): i += 1; yield f"row {i}", row
+    parquet = data_kind(p) == ".parquet"
+    try:
+        if parquet: yield from _batches(pq.ParquetFile(p).iter_batches(1000)); return
+        with pa.memory_map(str(p)) as f:
+            if f.read(6) == b"ARROW1":
+                found = pa.ipc.open_file(f)
+                yield from _batches(found.get_batch(i) for i in range(found.num_record_batches))
+            else: f.seek(0); yield from _batches(pa.ipc.open_stream(f))
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as e:   # Arrow's own errors of reading are OSErrors too
+        if isinstance(e, PermissionError): raise
+        raise RowError(f"not a readable {'Parquet' if parquet else 'Arrow'} file: {str(e).splitlines()[0][:120]}") from e
 
-# %% ../../nbs/run/05b_formats.ipynb #deb69252
+# %% ../../nbs/run/05b_formats.ipynb #47c9d989
 def file_rows(path: str) -> Iterator[tuple[str, dict]]: # (where, row): where is 'line 3' or 'row 3'
     "Rows of a local file; `RecipeError` when it can't be read at all, `RowError` when a row can't"
     p = as_path(path)
     if not p.exists(): raise RecipeError([missing_file("dataset", path)])
     if bad := kind_problems("dataset", path): raise RecipeError(bad)
     if p.stat().st_size == 0: raise RowError("the file is empty")
-    read = {".csv": _csv_rows, ".parquet": _parquet_rows}.get(p.suffix.lower(), _json_rows)
+    read = {".csv": _csv_rows, ".parquet": _arrow_rows, ".arrow": _arrow_rows}.get(data_kind(p), _json_rows)
     try:
         for where, row in read(p):
             if not isinstance(row, dict): raise RowError(f"{where}: must be an object with named columns, not {type(row).__name__}")
             yield where, row
+    except (EOFError, zlib.error, gzip.BadGzipFile) as e: raise RowError(f"not a whole gzip file: {e}") from e
     except OSError as e: raise RecipeError([unreadable("dataset", path, e)]) from e
 
-# %% ../../nbs/run/05b_formats.ipynb #1b031810
+# %% ../../nbs/run/05b_formats.ipynb #99a564b5
 def _datasets_rows(recipe) -> Iterator[tuple[str, dict]]:
     "Rows of a folder or of a dataset on the hub"
     import datasets
-    p = as_path(recipe.dataset)
+    p = as_path(modelscope_folder("dataset", recipe.dataset) if recipe.dataset.startswith(MODELSCOPE) else recipe.dataset)
     try:
         if (p/"dataset_info.json").is_file() or (p/"dataset_dict.json").is_file():
             ds = datasets.load_from_disk(str(p))
@@ -185,11 +280,11 @@ def split_problems(recipe) -> list[Problem]: # empty when the split can be read,
     one = name == "demo" or (is_path(name) and not p.is_dir()) or (p/"dataset_info.json").is_file()
     return [Problem("split", split, f"{name!r} is one piece without splits or slices; max_samples takes its first rows", "train", "train")] if one and split != "train" else []
 
-# %% ../../nbs/run/05b_formats.ipynb #bc1185b7
+# %% ../../nbs/run/05b_formats.ipynb #0f47c89a
 def rows(
     recipe, # its dataset, dataset_format, system_prompt, max_samples, and what says where the dataset is
     given: Iterator|None = None, # rows of a dataset that a cell made, instead of the recipe's
-) -> Iterator[dict]: # see `normalise`
+) -> Iterator[dict]: # see `normalise`; `where` is the row's place in its source
     "A recipe's rows, checked and in one form; `RecipeError` names file and line"
     if given is None and (bad := split_problems(recipe)): raise RecipeError(bad)
     fmt, n, name = None, 0, "train_dataset" if given is not None else repr(recipe.dataset)
@@ -201,16 +296,16 @@ def rows(
             except RowError as e: raise RowError(f"{where}: {e}" + (f" (format {fmt})" if fmt else "")) from None
             if recipe.system_prompt and "messages" in out and out["messages"][0]["role"] not in ("system", "developer"):
                 out = {"messages": [{"role": "system", "content": recipe.system_prompt}, *out["messages"]], "trained": out["trained"] + 1}
-            yield out
+            yield out | {"where": where}
             n += 1
             if recipe.max_samples and n >= recipe.max_samples: return
         if not n: raise RowError("the dataset holds no rows")
     except RowError as e: raise RecipeError([Problem("dataset", recipe.dataset, f"{name}: {e}")]) from e
 
-# %% ../../nbs/run/05b_formats.ipynb #aa803470
+# %% ../../nbs/run/05b_formats.ipynb #8b51a4d4
 _CHECK_BYTES = 32 << 20   # a file up to this size is read whole (a second or so)
 _CHECK_ROWS = 2000        # of a larger one, this many rows
-_SOURCES = "demo, a .jsonl, .json, .csv or .parquet file, a folder, or owner/name on the hub"
+_SOURCES = "demo, a .jsonl, .json, .csv, .parquet or .arrow file, a folder, or owner/name on the hub"
 
 def check_dataset(recipe) -> list[Problem]: # empty when nothing is wrong that can be seen from here
     "Problems with a recipe's dataset, found without torch and without fetching anything"

@@ -6,10 +6,10 @@ Docs: https://shardnb.github.io/shardnb/run/models.html.md"""
 
 # %% auto #0
 __all__ = ['DEMO_PIP', 'cache_dir', 'build_once', 'demo_problems', 'resolve_model', 'config_only', 'model_problems',
-           'drawn_alike', 'model_config', 'load_model', 'load_tokenizer', 'vocabulary_problems', 'peft_config',
-           'cast_adapters', 'apply_peft']
+           'drawn_alike', 'model_config', 'load_model', 'load_tokenizer', 'vocabulary_problems', 'fit_vocabulary',
+           'peft_config', 'cast_adapters', 'apply_peft']
 
-# %% ../../nbs/run/05_models.ipynb #befde241
+# %% ../../nbs/run/05_models.ipynb #200e50b2
 import json
 import os
 import re
@@ -27,7 +27,8 @@ from ..plan.problem import Problem, RecipeError, missing_package, nearest
 from ..plan.strategy import COMPUTE
 from ..plan.strategy import weights_dtype as weights_dtype   # offered here too
 from .checkpoint import broken
-from .hub import hub_problems, not_fetched, unreached
+from .hub import MODELSCOPE, hub_problems, modelscope_folder, not_fetched, unreached
+from .quantized import quantization_of, quantized_notes, quantized_problems
 
 # %% ../../nbs/run/05_models.ipynb #0062969d
 def cache_dir() -> Path: # `$SHARDNB_CACHE`, else `shardnb` in the user's cache folder
@@ -143,7 +144,7 @@ def _convert_in_subprocess(folder: Path, on_progress: Callable|None):
         raise RuntimeError(f"the demo model could not be converted (exit code {p.returncode}); the end of what it printed:\n" + "\n".join(tail))
     if on_progress: on_progress(2, 2, "demo model ready")
 
-# %% ../../nbs/run/05_models.ipynb #f75e88f4
+# %% ../../nbs/run/05_models.ipynb #cf7458f0
 def resolve_model(
     name: str, # `tiny`, `demo`, a folder or a hub id
     on_progress: Callable|None = None, # called with (done, total, what) while `demo` is converted, once per machine
@@ -153,6 +154,7 @@ def resolve_model(
     if name == "demo":
         if problems := demo_problems(): raise RecipeError(problems)
         return str(build_once(cache_dir()/_FOLDERS["demo"], lambda part: _convert_in_subprocess(part, on_progress)))
+    if name.startswith(MODELSCOPE): return modelscope_folder("model", name)
     return str(as_path(name)) if is_path(name) else name
 
 # %% ../../nbs/run/05_models.ipynb #1e10fb8d
@@ -197,7 +199,7 @@ def _tokenizer_problems(field: str, name: str, p: Path) -> list[Problem]:
     found = any(re.match(r"tokenizer|vocab|merges|spiece|sentencepiece|.*\.(tiktoken|model)$", q.name) for q in p.iterdir())
     return [] if found else [Problem(field, name, f"{name!r} has no tokenizer: none of tokenizer.json, tokenizer_config.json, vocab.json … is in it")]
 
-# %% ../../nbs/run/05_models.ipynb #177e914a
+# %% ../../nbs/run/05_models.ipynb #0b55b735
 def model_problems(recipe) -> list[Problem]: # empty when nothing is wrong that can be seen without loading
     "Problems with model, tokenizer and tuning that need no heavy import to be seen"
     out = []
@@ -209,6 +211,8 @@ def model_problems(recipe) -> list[Problem]: # empty when nothing is wrong that 
         elif bad := name_problems(field, name): out += bad
         elif is_path(name): out += (_folder_problems if field == "model" else _tokenizer_problems)(field, name, as_path(name))
         else: out += hub_problems(field, name, recipe.env, ask=field != "model")   # the planner reads a model's config from the hub anyway
+    if recipe.model and not out and is_path(recipe.model) and as_path(recipe.model).is_dir(): out += quantized_problems(recipe, quantization_of(as_path(recipe.model)))
+    if recipe.optim == "adamw_8bit" and not _package_dir("bitsandbytes"): out.append(missing_package("optim", recipe.optim, "bitsandbytes", "bitsandbytes", "adamw_torch"))
     if recipe.tuning == "qlora" and not _package_dir("bitsandbytes"): out.append(missing_package("tuning", "qlora", "bitsandbytes", "bitsandbytes", "lora"))
     if (recipe.attn_implementation or "").startswith("flash") and not any(map(_package_dir, ("flash_attn", "flash_attn_interface", "kernels"))):
         out.append(missing_package("attn_implementation", recipe.attn_implementation, "flash-attn or kernels (and a GPU)", "kernels", "sdpa"))
@@ -285,7 +289,7 @@ def _keep_4bit_layout(model):
     for m in model.modules():
         if isinstance(m, bnb.nn.Linear4bit) and hasattr(m, "support_avx512bf16_for_cpu"): m.support_avx512bf16_for_cpu = False
 
-# %% ../../nbs/run/05_models.ipynb #ae6c6282
+# %% ../../nbs/run/05_models.ipynb #13f5331a
 def _load_error(recipe, e: Exception, what: str = "model") -> RecipeError:
     "One sentence for what transformers says in many"
     field, name = ("tokenizer", recipe.tokenizer) if what == "tokenizer" and recipe.tokenizer else ("model", recipe.model)
@@ -293,6 +297,9 @@ def _load_error(recipe, e: Exception, what: str = "model") -> RecipeError:
     if "trust_remote_code" in text: return RecipeError([Problem(field, name, f"{name!r} brings its own code; set trust_remote_code if you trust it")])
     if unreached(e) and not is_path(name): return RecipeError([not_fetched(field, name)])
     return RecipeError([Problem(field, name, f"no {what} could be loaded from {name!r}: {text.splitlines()[0][:300]}")])
+
+def _as_dict(q) -> dict: # of a config: an object, a mapping or None
+    return q.to_dict() if hasattr(q, "to_dict") else dict(q or {})
 
 def model_config(recipe, path: str):
     "The configuration of a causal language model, or a `RecipeError`"
@@ -303,7 +310,7 @@ def model_config(recipe, path: str):
         raise RecipeError([Problem("model", recipe.model, f"{recipe.model!r} is not a causal language model (its model_type is {cfg.model_type})")])
     return cfg
 
-# %% ../../nbs/run/05_models.ipynb #4139ed77
+# %% ../../nbs/run/05_models.ipynb #2e186c50
 def load_model(
     recipe, # its model, revision, dtype, precision, tuning, attn_implementation, trust_remote_code, seed
     on_note: Callable[[str], None]|None = None, # told in words what a person should know (random weights, say)
@@ -318,14 +325,18 @@ def load_model(
     cfg = model_config(recipe, path)
     kw = {"dtype": getattr(torch, weights_dtype(recipe)), "trust_remote_code": recipe.trust_remote_code}
     if recipe.attn_implementation: kw["attn_implementation"] = recipe.attn_implementation
+    already = quantization_of({"quantization_config": _as_dict(getattr(cfg, "quantization_config", None))})
+    if bad := quantized_problems(recipe, already): raise RecipeError(bad)
+    for note in quantized_notes(already, recipe.strategy): say(note)
     if config_only(path) and recipe.tuning != "qlora": model = _random_model(cfg, recipe, kw, say)
     else:
         if config_only(path): path = _random_files(cfg, recipe, say)
-        if recipe.tuning == "qlora": kw["quantization_config"] = _quantization(recipe)
+        if recipe.tuning == "qlora" and not already: kw["quantization_config"] = _quantization(recipe)
         try: model, found = AutoModelForCausalLM.from_pretrained(path, revision=recipe.revision, output_loading_info=True, **kw)
         except (OSError, ImportError, ValueError) as e: raise _load_error(recipe, e) from e
         if lost := sorted(found["missing_keys"]): say(f"WARNING: {len(lost)} tensors of {recipe.model} are in none of its files and start from random values: {', '.join(lost[:3])}{', …' if lost[3:] else ''}")
-    if recipe.tuning == "qlora": _keep_4bit_layout(model)
+    if recipe.tuning == "qlora" or already.get("quant_method") == "bitsandbytes": _keep_4bit_layout(model)
+    say(f"weights are loaded in {weights_dtype(recipe)}{' and 4 bits' if recipe.tuning == 'qlora' else ''}; attention is {getattr(model.config, '_attn_implementation', None) or 'of its own'}")
     if recipe.model == "demo": say("the demo model's weights were 4-bit (Q4_1) and are dequantized to float32")
     model.config.use_cache = False   # a cache of keys and values only costs memory in training, and packed rows are masked wrongly with it
     return model.train()
@@ -360,13 +371,40 @@ def load_tokenizer(
     except (OSError, ValueError, KeyError) as e: raise _load_error(recipe, e, "tokenizer") from e
     return _fix_tokenizer(tok, on_note or (lambda text: None))
 
-# %% ../../nbs/run/05_models.ipynb #e250298d
+# %% ../../nbs/run/05_models.ipynb #8a60de7d
 def vocabulary_problems(model, tokenizer, recipe) -> list[Problem]: # empty when every token has an embedding
     "A tokenizer that is too large for its model"
     name, rows, n = recipe.tokenizer or recipe.model, model.config.get_text_config().vocab_size, len(tokenizer)
-    return [] if n <= rows else [Problem("tokenizer", name, f"{name!r} has {n} tokens, but {recipe.model!r} embeds only {rows}")]
+    if n <= rows: return []
+    frozen = "" if recipe.tuning == "full" else f"; the missing ones could be added, but wouldn't learn with tuning {recipe.tuning}"
+    return [Problem("tokenizer", name, f"{name!r} has {n} tokens, but {recipe.model!r} embeds only {rows}{frozen}", frozen and "tuning full, or the model's own tokenizer")]
 
-# %% ../../nbs/run/05_models.ipynb #2b728868
+def fit_vocabulary(
+    model, # from `load_model`, or a cell's
+    tokenizer, # its tokenizer
+    recipe, # its tuning
+    on_note: Callable[[str], None]|None = None, # told when embeddings were added
+): # the same model
+    "Give a model embeddings for tokens that it doesn't know; `RecipeError` where they couldn't learn"
+    bad = vocabulary_problems(model, tokenizer, recipe)
+    if bad and recipe.tuning != "full": raise RecipeError(bad)
+    if not bad: return model
+    import torch
+    rows, n = model.config.get_text_config().vocab_size, len(tokenizer)
+    model.resize_token_embeddings(n, mean_resizing=False)
+    for weight in {id(m.weight): m.weight for m in (model.get_input_embeddings(), model.get_output_embeddings()) if m is not None}.values():
+        with _gathered(weight), torch.no_grad(): weight[rows:] = weight[:rows].mean(0)
+    if on_note: on_note(f"the tokenizer has {n} tokens and the model embedded {rows}: {n - rows} rows were added to its embeddings, each their mean")
+    return model
+
+def _gathered(weight):
+    "The whole parameter for a moment where ZeRO-3 has taken it apart; what is written into it stays"
+    from contextlib import nullcontext
+    if not hasattr(weight, "ds_id"): return nullcontext()
+    from deepspeed.zero import GatheredParameters
+    return GatheredParameters([weight], modifier_rank=0)
+
+# %% ../../nbs/run/05_models.ipynb #f0672827
 def peft_config(recipe): # a peft `LoraConfig`, or None for full tuning
     "The adapter of a recipe"
     if recipe.tuning == "full": return None
@@ -374,7 +412,7 @@ def peft_config(recipe): # a peft `LoraConfig`, or None for full tuning
     targets = recipe.lora_target_modules
     if isinstance(targets, (list, tuple)) and list(targets) == ["all-linear"]: targets = "all-linear"
     return LoraConfig(r=recipe.lora_r, lora_alpha=recipe.lora_alpha, lora_dropout=recipe.lora_dropout, task_type="CAUSAL_LM",
-        target_modules=targets if isinstance(targets, str) else list(targets))
+        use_rslora=getattr(recipe, "use_rslora", False), use_dora=getattr(recipe, "use_dora", False), target_modules=targets if isinstance(targets, str) else list(targets))
 
 # %% ../../nbs/run/05_models.ipynb #58498315
 def _target_problem(model, recipe, e: Exception) -> Problem:

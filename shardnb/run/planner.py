@@ -59,7 +59,7 @@ def fsdp_units(
     group("root", model)
     return units
 
-# %% ../../nbs/run/03_planner.ipynb #bf2da033
+# %% ../../nbs/run/03_planner.ipynb #d7c13a52
 def describe(
     model, # a model on any device, also 'meta'
     wrap=(), # layer classes; empty: `layer_classes`
@@ -102,6 +102,8 @@ def model_facts(
     lora_alpha:int=32, # their scale; changes no size
     lora_dropout:float=0., # changes no size
     lora_target_modules=("all-linear",), # which layers get one
+    use_rslora:bool=False, # changes no size
+    use_dora:bool=False, # adds a length for each row of a weight
     trust_remote_code:bool=False, # run code from the model's repository
     fsdp_wrap=(), # layer classes; empty: the model's own
     fsdp_keep=(), # modules that stay whole
@@ -110,7 +112,7 @@ def model_facts(
     import torch
     from transformers import AutoModelForCausalLM
     from shardnb.run.models import model_config, apply_peft, resolve_model
-    r = SimpleNamespace(model=model, revision=revision, tuning=tuning, lora_r=lora_r, lora_alpha=lora_alpha, lora_dropout=lora_dropout, lora_target_modules=lora_target_modules,
+    r = SimpleNamespace(model=model, revision=revision, tuning=tuning, lora_r=lora_r, lora_alpha=lora_alpha, lora_dropout=lora_dropout, lora_target_modules=lora_target_modules, use_rslora=use_rslora, use_dora=use_dora,
                         trust_remote_code=trust_remote_code, seed=0, dtype=None, precision="fp32", fp32_norms=False)
     cfg = model_config(r, resolve_model(model))
     with torch.device("meta"):
@@ -279,7 +281,7 @@ if __name__ == "__main__":
     os.dup2(2, 1)  # what a library prints must not pass for an answer
     _serve(_out)
 
-# %% ../../nbs/run/03_planner.ipynb #3cb8fb10
+# %% ../../nbs/run/03_planner.ipynb #a83358e6
 def cell_kind(
     cell, # a `Cell`
     recipe, # a Recipe
@@ -290,6 +292,8 @@ def cell_kind(
 def _needed(kind, cell, recipe):
     "Problems with what neither recipe nor cell gives"
     if kind in ("trainer", "loop"): return
+    if recipe.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy") and not recipe.eval_share and not {"eval_dataset", "args"} & set(cell.assigned):
+        yield Problem("lr_scheduler_type", recipe.lr_scheduler_type, "follows the loss of evaluations, and there are none", "eval_share above 0, or another schedule", "cosine")
     for name, made in (("model", "model"), ("dataset", "train_dataset")):
         if getattr(recipe, name) is None and made not in cell.assigned:
             yield Problem(name, None, "is needed and not given" + (f"; the cell doesn't assign {made} either" if kind == "objects" else ""), "name one in the recipe, such as " + ("tiny or demo" if name == "model" else "demo"))
@@ -302,8 +306,8 @@ def _gpu_problems(recipe, machine, nproc):
     have = len(recipe.gpus) if recipe.gpus else n
     if nproc > have: yield Problem("nproc", nproc, f"{nproc} ranks need as many GPUs; there {'is' if have == 1 else 'are'} {have}", f"at most {have}", str(have))
 
-# %% ../../nbs/run/03_planner.ipynb #4756fa30
-_FACTS = ("model", "revision", "tuning", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "trust_remote_code", "fsdp_wrap", "fsdp_keep") # what decides them
+# %% ../../nbs/run/03_planner.ipynb #6fac68b6
+_FACTS = ("model", "revision", "tuning", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_rslora", "use_dora", "trust_remote_code", "fsdp_wrap", "fsdp_keep") # what decides them
 
 def kept(
     kind:str, # folder in the cache: 'facts' or 'traces'
@@ -332,7 +336,7 @@ def recipe_facts(recipe):
     try: return kept("facts", recipe, {n: v for n, v in kw.items() if n != "model"}, lambda: Planner.get().call("model_facts", **kw))
     except PlanError as e: raise RecipeError(Problem("model", recipe.model, f"can't be read: {e}")) from e
 
-# %% ../../nbs/run/03_planner.ipynb #0cc49067
+# %% ../../nbs/run/03_planner.ipynb #6f41604f
 def _class_problems(recipe, facts):
     "Layer classes to wrap that the model lacks"
     return [] if not recipe.fsdp_wrap or any(p[3].startswith("layers.") for p in facts["params"]) else [
@@ -365,6 +369,7 @@ def plan_run(
     recipe, # a Recipe
     cell:Cell=None, # the cell; None: none
     machine:Machine=None, # None: this one
+    predict:bool=True, # False: leave out what a rank is predicted to hold, which takes half a second for rows of a new length
 ) -> dict: # for plan.json; `recipe` in it is the YAML of the recipe with every number worked out, `given` that of the recipe as it was written
     "Work out and check a run; raises RecipeError with all problems"
     from shardnb.run.data import check_dataset
@@ -391,7 +396,7 @@ def plan_run(
     if found and found["engine"] == "deepspeed" and r.deepspeed: problems += [Problem(*p) for p in Planner.get().call("validate_deepspeed", d=found["deepspeed"], world_size=nproc)]
     if problems: raise RecipeError(_distinct(problems, said))
     s = Strategy.parse(r.strategy)
-    held = state_bytes(facts, s, found, r.precision, nproc, weights_dtype(r)) if facts else None
-    told, unknown = _predicted(r, s, nproc, machine) if facts else (None, [])
+    held = state_bytes(facts, s, found, r.precision, nproc, weights_dtype(r), optim=r.optim) if facts else None
+    told, unknown = _predicted(r, s, nproc, machine) if facts and predict else (None, [])
     return {"v": 1, "recipe": r.to_yaml(), "given": recipe.to_yaml(), "strategy": s.name, "engine": s.engine, "kind": kind, "model": r.model or ("the cell's" if own_model else None), "dataset": r.dataset, "nproc": nproc, "world_size": nproc,
             "settings": found, "facts": facts, "state_bytes": held, "predicted": told and told["breakdown"], "predicted_lengths": told and {k: told[k] for k in ("longest", "by_length")}, "machine": str(machine), "cuda": machine.cuda, "device_bytes": machine.device_bytes, "timeout": r.timeout, "env": rank_env(r, machine, nproc), "notes": [*why, *unknown, *found["notes"], *no_effect(recipe, kind, cell.assigned, cell.text)]}

@@ -8,10 +8,11 @@ Docs: https://shardnb.github.io/shardnb/run/rundir.html.md"""
 __all__ = ['RESERVE', 'write_json', 'read_json', 'RunNotFound', 'new_id', 'check_id', 'RunDir', 'stranger', 'strangers',
            'read_own']
 
-# %% ../../nbs/run/01_rundir.ipynb #e340dbac
+# %% ../../nbs/run/01_rundir.ipynb #07dca275
 import json, os, re, secrets, shutil, stat, time
 from pathlib import Path
 from fastcore.basics import patch
+from ..plan.place import near
 from ..plan.problem import ShardnbError, nearest
 from ..plan.secret import FULL, mask, masked
 from .event import plain
@@ -200,7 +201,7 @@ def read_own(
         if why := stranger(path, os.fstat(fd)): raise refuse(why)
         return f.read()
 
-# %% ../../nbs/run/01_rundir.ipynb #fd9b566b
+# %% ../../nbs/run/01_rundir.ipynb #e26706b2
 @patch(cls_method=True)
 def find(cls:RunDir,
     id:str, # the id of a run or the beginning of it
@@ -212,8 +213,8 @@ def find(cls:RunDir,
     hits = [id] if id in names else [n for n in names if n.startswith(id)]
     if len(hits) == 1: return cls(cls.home(home) / "runs" / hits[0])
     if hits: raise RunNotFound(f"id: {len(hits)} runs begin with {id!r}: {', '.join(hits[:5])}; type more of it")
-    near = nearest(id, names)
-    raise RunNotFound(f"id: no run {id!r} in {cls.home(home) / 'runs'}" + (f"; did you mean {near!r}?" if near else ""))
+    like = nearest(id, names)
+    raise RunNotFound(f"id: no run {id!r} in {near(cls.home(home) / 'runs')}" + (f"; did you mean {like!r}?" if like else ""))
 
 @patch(cls_method=True)
 def list(cls:RunDir,
@@ -295,3 +296,14 @@ def ranks(self:RunDir,
 ) -> list: # ranks that have written events
     "Which ranks are known from their files"
     return sorted(int(p.stem[4:]) for p in self.events_path.glob("rank*.jsonl"))
+
+# %% ../../nbs/run/01_rundir.ipynb #7f9a71bd
+@patch
+def delete(self:RunDir):
+    "Remove the folder and all in it; whether the run lives is not asked here"
+    if self.path.is_symlink() or not self.recipe_path.is_file(): raise RunNotFound(f"id: {near(self.path)!r} is not the folder of a run, and is left alone")
+    gone = self.path.with_name(f".{self.id}.deleted")
+    try: os.rename(self.path, gone)
+    except OSError as e: raise ShardnbError(f"run {self.id} can't be deleted: {e.strerror or e} ({near(self.path)})") from e
+    for p in self.path.parent.glob(".*.deleted"): shutil.rmtree(p, ignore_errors=True)  # and what an earlier removal left
+    if gone.exists(): raise ShardnbError(f"run {self.id} is out of the list, and a part of it can't be removed: {near(gone)}")
