@@ -51,6 +51,9 @@ def test_loading_twice_and_unloading(kernel):
     assert kernel.run("%reload_ext shardnb\n%load_ext shardnb")[0] == "ok"
     assert kernel.complete("%%shardtrain --strat") == ["--strategy"]
     assert kernel.run("%unload_ext shardnb")[0] == "ok"
+    status, out, err = kernel.run("ip = get_ipython(); f = ip.display_formatter.ipython_display_formatter\n"
+        "print([n for names in ip.magics_manager.magics.values() for n in names if n.startswith('shard')], [t for t in (*f.type_printers, *f.deferred_printers) if 'shardnb' in str(t)])")
+    assert out.strip() == "[] []", out + err
     status, out, err = kernel.run("%shardruns")
     assert status == "error" and "not found" in out + err
     assert kernel.run("%load_ext shardnb")[0] == "ok"
@@ -67,6 +70,13 @@ def test_loading_twice_and_unloading(kernel):
     ("%shardplan", ["model", "is needed"]),
     ("%shardplan --model tiny --tuning lorra --machine 4xA1000", ["2 problems", "did you mean 'lora'", "A100"]),
     ("%%shardtrain --model tiny --dataset demo --nproc many\nx = 1", ["nproc", "many"]),
+    ("%shardruns --stopp", ["--stopp", "did you mean '--stop'"]),
+    ("%shardruns --delete --yes", ["needs the id of a run"]),
+    ("%shardruns 20991231 --stop --resume", ["not allowed with"]),
+    ("%shardruns 20991231", ["no run '20991231'"]),
+    ("%shardruns ../other --delete", ["is not the id of a run"]),
+    ("%shardruns 20991231 --yes", ["--yes", "goes with --delete"]),
+    ("%shardpick --wirte", ["did you mean '--write'"]),
 ])
 def test_a_bad_line_is_one_clear_error(kernel, line, words):
     status, out, err = kernel.run(line)
@@ -85,6 +95,8 @@ def test_help_lists_the_fields(kernel):
     ("%%shardtrain --model tiny --tuning l", None, ["lora"]),
     ("%%shardtrain --strategy zero2+", None, ["zero2+optim-cpu"]),
     ("%shardpick --tun", None, ["--tuning"]),
+    ("%shardpick --wr", None, ["--write"]),
+    ("%shardruns --de", None, ["--delete"]),
     ("%shardplan --mach", None, ["--machine"]),
     ("%shardplan --machine 2xRTX4", None, ["2xRTX4090-24GB"]),
 ])
@@ -107,6 +119,8 @@ def test_completion_is_quick(kernel):
 @pytest.mark.parametrize("words, said", [
     (["train", "--model", "tiny", "--dataset", "demo", "--cell", "missing.py"], ["--cell", "there is no file or folder 'missing.py'"]),
     (["logs", "no-such-run", "--rank", "x"], ["id: no run 'no-such-run'"]),
+    (["delete", "no-such-run", "--yes"], ["id: no run 'no-such-run'"]),
+    (["delet", "x"], ["did you mean 'delete'"]),
 ])
 def test_a_bad_word_on_the_command_line_is_one_clear_error(words, said, capsys):
     from shardnb.ui.cli import main

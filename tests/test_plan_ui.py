@@ -12,6 +12,7 @@ from shardnb.plan.advise import Plan
 from shardnb.plan.memory import MemoryBreakdown
 from shardnb.plan.problem import PlanError, Problem, RecipeError, ShardnbError
 from shardnb.plan.recipe import Recipe
+from shardnb.ui import charts as C
 from shardnb.ui import figures as F
 from shardnb.ui.picker import Picker
 
@@ -100,9 +101,9 @@ def run_with(predicted, steps=(1, 2, 3)):
 
 def test_error_counts_from_the_third_step():
     run = run_with(breakdown(params=6, activations=4))
-    assert F.prediction_text(run) == "predicted 10.0 GiB at backward, measured 11.0 GiB: off by -9.1 %"
-    assert F.prediction_text(run_with(breakdown(params=6), steps=(1, 2))) == "predicted 6.00 GiB at backward"
-    assert F.prediction_text(run_with(None)) == ""
+    assert C.prediction_text(run) == "predicted 10.0 GiB at backward, measured 11.0 GiB: off by -9.1 %"
+    assert C.prediction_text(run_with(breakdown(params=6), steps=(1, 2))) == "predicted 6.00 GiB at backward"
+    assert C.prediction_text(run_with(None)) == ""
 
 
 @pytest.mark.parametrize("longest,ran,text", [
@@ -111,17 +112,15 @@ def test_error_counts_from_the_third_step():
 def test_a_run_with_shorter_rows_is_compared_with_what_was_predicted_for_these(longest, ran, text):
     run = run_with(breakdown(params=6, activations=4))
     run.plan = {"predicted_lengths": {"longest": longest, "by_length": [[64, 4 * G], [192, 8 * G], [256, 10 * G]]}}
-    event = dict(moment="peak", place="device", phase="backward")
-    run.events = lambda kind: [event | dict(step=2, bytes={"total": 12 * G}, length=200), event | dict(step=3, bytes={"total": 11 * G}, **({"length": ran} if ran else {})),
-                               event | dict(step=3, bytes={"total": 9 * G}, length=32)]
-    assert F.prediction_text(run) == text
+    run.memory.attrs["length"] = ran   # of the highest peak after the second step: `run.digest` looks for it
+    assert C.prediction_text(run) == text
 
 
 def test_predicted_bars_are_hatched_beside_measured_ones():
-    rows = F.beside(F.memory_rows(run_with(None).memory), breakdown(params=6, activations=4))
+    rows = C.beside(C.memory_rows(run_with(None).memory), breakdown(params=6, activations=4))
     assert [r[2] for r in rows] == ["peak", "predicted"] * 2
     fig = F.new_figure()
-    F.memory_bars(fig.add_subplot(), rows)
+    C.memory_bars(fig.add_subplot(), rows)
     hatched = [p for p in fig.axes[0].patches if p.get_hatch()]
     assert len(hatched) == 4 and {p.get_width() / G for p in hatched} == {6, 4}
 
@@ -214,7 +213,9 @@ def until(what, seconds=10):
         time.sleep(.01)
 
 
-def settings(recipe): return {"recipe": recipe.to_yaml(), "settings": {}, "notes": []}
+def answers_to(recipe, plan=None):
+    "What `forecast` gives when nothing is wrong"
+    return [("now", "<b>now</b>"), ("plan", plan or a_plan()), ("settings", {"recipe": recipe.to_yaml(), "settings": {}, "notes": []})]
 
 
 class Slow:
@@ -223,7 +224,7 @@ class Slow:
     def __call__(self, recipe, machine):
         self.asked.append((recipe, machine))
         assert self.go.wait(10)
-        return a_plan(), settings(recipe), []
+        return answers_to(recipe)
 
 
 def start(**kw): return Picker(Recipe(model="tiny", dataset="demo", strategy="zero3", nproc=2), **kw)
@@ -236,9 +237,9 @@ def test_picker_waits_for_more_changes_and_asks_once():
     began = time.monotonic()
     for n in "1234": p.fields["micro_batch"].value = n
     assert time.monotonic() - began < .2 and "predicting" in p.state.value and not ask.asked
-    assert until(lambda: p.plan is not None and not p.state.value)
+    assert until(lambda: p.settings.value)
     assert [r.micro_batch for r, _ in ask.asked] == [4]
-    assert bytes(p.bars.value).startswith(b"\x89PNG") and "Recommended" in p.advice.value and "▸" in p.table.value
+    assert p.now.value == "<b>now</b>" and p.bars.value.count('role="img"') == 3 and "Recommended" in p.advice.value and "▸" in p.table.value and "predicting" not in p.state.value
 
 
 def test_picker_drops_the_answer_to_an_older_question():
@@ -257,12 +258,55 @@ def test_picker_drops_the_answer_to_an_older_question():
 
 def test_picker_shows_what_cannot_be_in_place():
     wrong = RecipeError([Problem("nproc", 4, "4 ranks need as many GPUs; there are 2")])
-    p = start(ask=lambda r, m: (None, None, [wrong, wrong]))
+    p = start(ask=lambda r, m: [("problem", wrong), ("problem", wrong)])
     p.read(background=False)
-    assert p.problems.value.count("4 ranks") == 1 and "Traceback" not in p.problems.value and p.launch.disabled and p.bars.layout.display == "none"
-    p.ask = lambda r, m: (a_plan(), settings(r), [])
+    assert p.problems.value.count("4 ranks") == 1 and "Traceback" not in p.problems.value and p.launch.disabled and not p.bars.value and not p.now.value
+    p.ask = lambda r, m: answers_to(r)
     p.read(background=False)
-    assert not p.problems.value and not p.launch.disabled and p.bars.layout.display is None
+    assert not p.problems.value and not p.launch.disabled and p.bars.value
+
+
+def test_picker_shows_the_chosen_strategy_before_the_others():
+    go = threading.Event()
+
+    def ask(recipe, machine):
+        for what, value in answers_to(recipe):
+            yield what, value
+            assert go.wait(10)
+    p = start(ask=ask, pause=.01)
+    p.fields["max_length"].value = "64"
+    assert until(lambda: p.now.value) and "comparing" in p.state.value and not p.bars.value
+    go.set()
+    assert until(lambda: p.settings.value) and p.bars.value
+
+
+def test_picker_prepares_neighbours_only_as_long_as_nobody_asks():
+    traced = []
+
+    def ask(recipe, machine):
+        yield from answers_to(recipe)
+        for n in range(1000):
+            traced.append((recipe.max_length, n))
+            yield "ahead", n
+            time.sleep(.01)
+    p = start(ask=ask, pause=.01)
+    p.fields["max_length"].value = "64"
+    assert until(lambda: len(traced) > 2) and not p.state.value and not p.launch.disabled
+    p.fields["max_length"].value = "128"
+    assert until(lambda: (128, 2) in traced)
+    assert len([n for at, n in traced if at == 64]) < 100
+    p.close()
+    time.sleep(.05)
+    before = len(traced)
+    time.sleep(.1)
+    assert len(traced) == before, "a closed form asks for nothing"
+
+
+def test_neighbours_compute_in_another_way():
+    from shardnb.ui.picker import neighbours
+    r = Recipe(model="tiny", dataset="demo", micro_batch=4, tuning="lora", lora_r=8)
+    assert [(n.micro_batch, n.lora_r) for n in neighbours(r)] == [(1, 8), (4, 4), (4, 16)]
+    assert [n.micro_batch for n in neighbours(Recipe(model="tiny", dataset="demo"))] == [2]
 
 
 def test_an_unexpected_error_is_said_and_not_swallowed(monkeypatch):
@@ -273,13 +317,14 @@ def test_an_unexpected_error_is_said_and_not_swallowed(monkeypatch):
     def broken(*a, **kw): raise ZeroDivisionError("oh")
     monkeypatch.setattr(forecast, "plan", broken)
     monkeypatch.setattr(planner, "plan_run", broken)
-    plan, run, errors = ask(Recipe(model="tiny"), None)
-    assert plan is run is None and all(isinstance(e, ShardnbError) and "ZeroDivisionError: oh" in str(e) for e in errors)
+    monkeypatch.setattr(forecast, "predict", broken)
+    found = list(ask(Recipe(model="tiny", strategy="ddp", nproc=1), None))
+    assert [w for w, _ in found] == ["problem"] * 3 and all(isinstance(e, ShardnbError) and "ZeroDivisionError: oh" in str(e) for _, e in found)
 
 
 def test_picker_plans_for_another_machine_and_launches_only_here():
     seen = []
-    p = start(ask=lambda r, m: seen.append(m.name) or (a_plan(), settings(r), []), pause=0)
+    p = start(ask=lambda r, m: seen.append(m.name) or answers_to(r), pause=0)
     p.machine.value = "8xH100-80GB"
     assert until(lambda: seen) and until(lambda: p.bars.value)
     assert seen == ["8xH100-80GB"] and p.launch.disabled and "this machine" in p.note.value
@@ -289,7 +334,7 @@ def test_picker_plans_for_another_machine_and_launches_only_here():
 
 
 def test_picker_offers_auto():
-    p = start(ask=lambda r, m: (a_plan(), settings(r), []))
+    p = start(ask=lambda r, m: answers_to(r))
     p.fields["strategy"].value = "auto"
     p.read(background=False)
     assert p.recipe.strategy == "auto" and not p.problems.value and "recommended" in p.about.value
@@ -341,3 +386,25 @@ def test_an_exact_answer_to_an_older_form_is_dropped_and_an_error_is_said(monkey
     assert until(lambda: not p.exact.disabled)
     p.exact.click()
     assert until(lambda: "no such kernel" in p.exactly.value) and not p.exact.disabled
+
+
+def test_the_line_of_the_open_form_is_written(monkeypatch):
+    from shardnb.ui import picker
+    p = start(ask=lambda r, m: answers_to(r))
+    monkeypatch.setattr(Picker, "newest", p)
+    p.cell = "another cell"
+    p.fields["micro_batch"].value = "4"
+    line, form = picker.written()
+    assert form is None and line.startswith("%shardtrain ") and "--micro-batch 4" in line
+    p.fields["micro_batch"].value = "many"
+    with pytest.raises(RecipeError, match="many"): picker.written()
+
+
+def test_closing_a_form_leaves_no_widget():
+    from ipywidgets.widgets.widget import _instances
+    before = len(_instances)
+    p = start(ask=lambda r, m: answers_to(r))
+    p.read(background=False)
+    assert len(_instances) > before + 30
+    p.close()
+    assert len(_instances) == before

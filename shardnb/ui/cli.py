@@ -1,4 +1,4 @@
-"""`shardnb train|resume|plan|runs|attach|stop|logs|doctor|demo`: the same functions at a terminal
+"""`shardnb train|resume|plan|compare|runs|attach|stop|logs|delete|export|doctor|demo`: the same functions at a terminal
 
 Docs: https://shardnb.github.io/shardnb/ui/cli.html.md"""
 
@@ -6,8 +6,8 @@ Docs: https://shardnb.github.io/shardnb/ui/cli.html.md"""
 
 # %% auto #0
 __all__ = ['COMMANDS', 'Follower', 'memory_lines', 'follow', 'failure_text', 'train_command', 'resume_command', 'plan_command',
-           'runs_command', 'compare_command', 'attach_command', 'stop_command', 'logs_command', 'doctor_command',
-           'demo_command', 'command_parser', 'usage', 'main']
+           'runs_command', 'compare_command', 'delete_command', 'attach_command', 'stop_command', 'logs_command',
+           'export_command', 'doctor_command', 'demo_command', 'command_parser', 'usage', 'main']
 
 # %% ../../nbs/ui/04_cli.ipynb #b938c777
 import signal, sys, threading
@@ -83,12 +83,13 @@ class _Waiter:
         try: self.follower.say(f'{self.run.id} {how} without this command. To see it again: shardnb attach {self.run.id}; to stop it: shardnb stop {self.run.id}')
         except OSError: pass # the terminal is gone
 
-# %% ../../nbs/ui/04_cli.ipynb #3ccf3919
+# %% ../../nbs/ui/04_cli.ipynb #489c577f
 def memory_lines(
     run, # a `Run`
 )->list: # text lines
     "The peak of each rank, or what it held after its last step, by category"
-    from shardnb.ui.figures import memory_rows, size_text
+    from shardnb.ui.charts import memory_rows
+    from shardnb.ui.figures import size_text
     rows = memory_rows(run.memory); rows = [r for r in rows if r[2]=='peak'] or [r for r in rows if r[2]=='after_step']
     held = lambda parts, total: ', '.join(f'{c} {size_text(v)}' for c,v in parts.items() if v)+(f'; total without context {size_text(total)}' if total else '')
     return [f'  rank {rank} {place} {moment.replace("_", " ")}: {held(parts, total)}' for rank,place,moment,parts,total in rows]
@@ -99,7 +100,7 @@ def follow(
     owns:bool|None=None, # what SIGTERM means: True stops the run, False only leaves it; None: signals are the caller's business
 )->int: # 0 done, 1 failed or lost, 130 stopped before its end, as for a command that was interrupted; after a signal 128 and its number
     "Follow `run` to its end in lines of text"
-    from shardnb.ui.figures import prediction_text
+    from shardnb.ui.charts import prediction_text
     f = Follower(out); w = _Waiter(run, f, owns)
     if owns is None: wait_for(run, f)
     else:
@@ -162,7 +163,7 @@ def plan_command(ns, words):
     else: print(plan_text(plan, recipe))
     return 0 if plan.best else 1
 
-# %% ../../nbs/ui/04_cli.ipynb #f109e09c
+# %% ../../nbs/ui/04_cli.ipynb #c4717403
 def runs_command(ns, words):
     "List the runs of this folder, newest first"
     from shardnb.run.handle import runs
@@ -182,6 +183,12 @@ def compare_command(ns, words):
     for name,r in zip(found.names, found.runs):
         if r.error: print(f'{name}: {r.error}', file=sys.stderr)
     return int(any(r.state in ('failed', 'lost') for r in found.runs))
+
+def delete_command(ns, words):
+    "Delete runs that have ended, with their checkpoints; asks first"
+    from shardnb.run.handle import attach
+    from shardnb.ui.runs import delete
+    return 0 if delete(list({(r := attach(i)).id:r for i in ns.ids}.values()), ns.outputs, ns.yes) else 1
 
 def attach_command(ns, words):
     "Follow a run that was started elsewhere, to its end"
@@ -204,6 +211,12 @@ def logs_command(ns, words):
     else: print(f'nothing yet in the log of {"rank " if ns.rank.isdecimal() else ""}{ns.rank}', file=sys.stderr)
     return 0
 
+def export_command(ns, words):
+    "Write a run as an ordinary project: train.py, launch command, README; it needs no shardnb"
+    from shardnb.run.handle import attach
+    print(attach(ns.id).export(ns.folder))
+    return 0
+
 def doctor_command(ns, words):
     "Say what works on this machine and what does not, with the fix"
     from shardnb.ui.doctor import report
@@ -215,9 +228,9 @@ def demo_command(ns, words):
     if bad := unwritable('--folder', ns.folder): raise RecipeError(bad)
     return demo(ns.folder)
 
-# %% ../../nbs/ui/04_cli.ipynb #acff5199
+# %% ../../nbs/ui/04_cli.ipynb #2c107b3f
 COMMANDS = dict(train=train_command, resume=resume_command, plan=plan_command, compare=compare_command, runs=runs_command, attach=attach_command, stop=stop_command, logs=logs_command,
-    doctor=doctor_command, demo=demo_command)
+    delete=delete_command, export=export_command, doctor=doctor_command, demo=demo_command)
 
 _WAITING = '''While it waits, Ctrl-C or SIGTERM asks the run to stop: the ranks finish their step, save, and end (exit code 130 or 143); a second one leaves it to that.
 SIGHUP, a terminal that closes, leaves the run going (129): it belongs to no terminal, and shardnb attach ID follows it again.
@@ -245,8 +258,13 @@ def command_parser(
     if name=='train':
         p.add_argument('--cell', metavar='FILE', help='a Python file that every rank runs, as the body of %%%%shardtrain')
     if name in ('train', 'resume'): p.add_argument('--detach', action='store_true', help='print the id and return at once')
-    if name in ('resume', 'attach', 'stop', 'logs'): p.add_argument('id', help='id of a run; its beginning is enough')
+    if name in ('resume', 'attach', 'stop', 'logs', 'export'): p.add_argument('id', help='id of a run; its beginning is enough')
+    if name=='export': p.add_argument('folder', help='where the project goes; not there yet, or empty')
     if name=='resume': add_recipe_options(p)
+    if name=='delete':
+        p.add_argument('ids', nargs='+', metavar='id', help='ids of runs; the beginning of each is enough')
+        p.add_argument('--outputs', action='store_true', help='also what they saved in an output_dir outside of their folders')
+        p.add_argument('--yes', action='store_true', help='do not ask')
     if name=='stop': p.add_argument('--now', action='store_true', help='end it by force, nothing is saved')
     if name=='logs':
         p.add_argument('--rank', default='0', help="a rank, or 'supervisor'")

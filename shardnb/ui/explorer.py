@@ -8,7 +8,7 @@ Docs: https://shardnb.github.io/shardnb/ui/explorer.html.md"""
 __all__ = ['STRATEGIES', 'RANKS', 'ROWS', 'LENGTHS', 'DEVICES', 'PRECISIONS', 'Question', 'answer', 'explorer_figure',
            'formula_html', 'moment_html', 'MemoryExplorer', 'StaticExplorer']
 
-# %% ../../nbs/ui/02a_explorer.ipynb #753160ff
+# %% ../../nbs/ui/02a_explorer.ipynb #c67ad2f8
 import json, threading, uuid
 from ..plan.life import layer_life, states_formula
 from ..plan.machine import Machine
@@ -17,6 +17,7 @@ from ..plan.problem import RecipeError, ShardnbError, unknown_word
 from ..plan.recipe import Recipe
 from ..run.sizes import SIZES, model_of_size
 from .figures import DRAWING, MEANING, PALETTE, _SOFT, _bars, _bytes_axis, _capacity, _legend, _tidy, new_figure, png, size_text
+from .outlet import Outlet, close_all, take_cell
 from .panel import _BOX, _CELL, _SOFT as _SOFTLY, _TABLE, _div, _e
 from .planned import image_html
 
@@ -64,11 +65,11 @@ def answer(
     m = Machine.preset(f'{q.ranks}xA100-80GB')
     return {s:predict(q.recipe(s), s, m) for s in STRATEGIES}
 
-# %% ../../nbs/ui/02a_explorer.ipynb #89bcb485
+# %% ../../nbs/ui/02a_explorer.ipynb #ad2aabeb
 _LIFE = dict(params=PALETTE['params'], grads=PALETTE['grads'], optimizer=PALETTE['optimizer'], gathered=PALETTE['gathered'], comm=PALETTE['comm'])
 
 def _peaks(ax, q, found):
-    _tidy(ax, f'A rank at its peak, {q.size} on {q.ranks} GPU{"s" if q.ranks>1 else ""}', 'predicted')
+    _tidy(ax, f'Predicted peak of a rank, {q.size} on {q.ranks} GPU{"s" if q.ranks>1 else ""}')
     bars = [(i, {c:b.device[c] for c in PALETTE if b.device.get(c)}, 0) for i,b in enumerate(found.values())]
     ends = _bars(ax, bars, .72, True); top = q.device*2**30
     for (y,_,_),end,b in zip(bars, ends, found.values()):
@@ -125,7 +126,7 @@ def moment_html(
     said = f'<b>{_e(m.phase)}: the rank {_e(m.does)}.</b> {_e(m.why)} It holds {size_text(m.held)} of this layer.{sends}'
     return _div(_BOX+'border-left:5px solid #3b5bdb;max-width:640px;', said, _div(_SOFTLY+'margin-top:3px', f'A whole step sends {size_text(layers*sum(x.sends for x in life))} for the {layers} layers, from each rank.'))
 
-# %% ../../nbs/ui/02a_explorer.ipynb #f66a0adb
+# %% ../../nbs/ui/02a_explorer.ipynb #2c866da2
 class MemoryExplorer:
     "Sliders over `Question`; `.question` is what they say, `.found` the answer"
     def __init__(self,
@@ -133,7 +134,7 @@ class MemoryExplorer:
     ):
         import ipywidgets as W
         self.question, self.found, self.error = Question(**question), None, None
-        self._asked, self._lock, self._turn, q = 0, threading.Lock(), threading.Lock(), self.question
+        self._asked, self._lock, self._turn, self.outlet, q = 0, threading.Lock(), threading.Lock(), Outlet(), self.question
         wide, style = W.Layout(width='300px'), dict(description_width='104px')
         pick = lambda name, label, options, kind=W.SelectionSlider: kind(options=options, value=getattr(q, name), description=label, layout=wide, style=style, continuous_update=False) if kind is W.SelectionSlider else \
             kind(options=options, value=getattr(q, name), description=label, layout=wide, style=style)
@@ -162,11 +163,17 @@ class MemoryExplorer:
             if mine!=self._asked: return
             q, self.state.value = self.question, '<i>predicting …</i>'
             try: found, error = answer(q), None
-            except ShardnbError as e: found, error = None, e
+            except Exception as e: found, error = None, e if isinstance(e, ShardnbError) else ShardnbError(f'{type(e).__name__}: {e}')
             if mine!=self._asked: return
             self.found, self.error = found, error
             self.state.value = _div('color:#b3261e', _e(str(error))) if error else ''
-        if found: self.draw()
+        if not found: return
+        self.draw()
+        self.outlet.keep(repr(self), self._page(self.picture.value))
+
+    def _page(self, picture):
+        "What can be seen without widgets"
+        return image_html(picture, f'Predicted peak of a rank under {", ".join(STRATEGIES)}')+formula_html(self.question, self.found[self.question.strategy])
 
     def draw(self):
         "Show what was found"
@@ -180,11 +187,19 @@ class MemoryExplorer:
         from IPython.display import display
         from shardnb.ui.panel import front
         live = front()=='live'
+        if live: take_cell(self)
         self.read(background=live)
-        if live: return display(self.widget)
+        if live:
+            display(dict(self.widget._repr_mimebundle_())|{'text/html':_div(_SOFTLY, 'Sliders need a kernel. What they said is kept below.'), 'text/plain':repr(self)}, raw=True)
+            return self.outlet.show()
         if self.error: raise self.error
         q = self.question
-        display({'text/plain':repr(self), 'text/html':image_html(png(explorer_figure(q, self.found, 1), 150), f'Predicted peak of a rank under {", ".join(STRATEGIES)}')+formula_html(q, self.found[q.strategy])}, raw=True)
+        display({'text/plain':repr(self), 'text/html':self._page(png(explorer_figure(q, self.found, 1), 150))}, raw=True)
+
+    def close(self):
+        "Close the widgets"
+        with self._lock: self._asked += 1
+        self.outlet.close(); close_all(self.widget)
 
     def __repr__(self): return f'MemoryExplorer: {self.question.size} on {self.question.ranks} ranks, {self.question.strategy}'
 

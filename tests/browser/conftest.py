@@ -20,11 +20,12 @@ def browser():
         b.close()
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def lab(tmp_path_factory):
     "A running JupyterLab whose root folder is a new one"
     root, home = tmp_path_factory.mktemp("notebooks"), tmp_path_factory.mktemp("lab")
     server = lab_module.Lab(root, home)
     server.root = root
     yield server
+    server.end_runs()
     server.close()

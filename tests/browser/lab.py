@@ -11,6 +11,9 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from shardnb.run.handle import Run
+from shardnb.run.rundir import RunDir
+
 ROOT = Path(__file__).resolve().parents[2]
 ARTIFACTS = ROOT / "artifacts"
 FLAGS = "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking --disable-component-update --disable-sync --disable-dev-shm-usage".split()
@@ -34,6 +37,7 @@ class Lab:
     "A JupyterLab server over `root`, with settings and runtime files of its own below `home`"
     def __init__(self, root, home):
         self.port, self.token, home = free_port(), secrets.token_hex(16), Path(home)
+        self.shardnb = home / "shardnb"   # where the kernels' runs live
         for name, text in SETTINGS.items():
             f = home / "cfg" / "lab" / "user-settings" / f"{name}.jupyterlab-settings"
             f.parent.mkdir(parents=True, exist_ok=True)
@@ -59,6 +63,10 @@ class Lab:
             except (urllib.error.URLError, OSError): time.sleep(.1)
         self.close()
         raise RuntimeError("JupyterLab did not come up:\n" + self.log.read_text()[-2000:])
+
+    def end_runs(self):
+        "End what a failed test has left: a run outlives its kernel and its server"
+        for run in (Run(rd) for rd in RunDir.list(self.shardnb)): run.kill()
 
     def url(self, notebook): return f"http://127.0.0.1:{self.port}/lab/workspaces/t{secrets.token_hex(3)}/tree/{notebook}?reset&token={self.token}"
 
@@ -90,6 +98,14 @@ class Page:
         self.cell(0).click(position=dict(x=5, y=5))
         self.page.keyboard.press("Escape")
         for _ in range(last + 1): self.page.keyboard.press("Shift+Enter")
+
+    def restart(self):
+        "Restart the kernel, and say yes"
+        self.page.keyboard.press("Escape")
+        self.page.get_by_role("button", name="Restart the kernel").first.click()
+        self.page.locator(".jp-Dialog .jp-mod-accept").click()
+        self.page.wait_for_timeout(500)
+        self.idle()
 
     def shot(self, name):
         ARTIFACTS.mkdir(exist_ok=True)

@@ -47,9 +47,8 @@ def field(output, name):
 
 
 def state(output):
-    "The word on the badge of the newest panel, '' before there is one"
-    badge = output.locator("span[style*='border-radius']", has_text=re.compile(f"^({STATES})$"))
-    return badge.last.inner_text(timeout=2000) if badge.count() else ""
+    "The word on the badge of the newest panel, '' before there is one; what is folded away doesn't count"
+    return output.evaluate("(root, states) => [...root.querySelectorAll('span[style*=border-radius]')].filter(e => !e.closest('details') && states.includes(e.textContent)).at(-1)?.textContent || ''", STATES.split("|"))
 
 
 def until(what, seconds, every=.3):
@@ -72,7 +71,7 @@ def test_pick_launch_watch_stop(notebook, tutorial):
     # the form: another strategy changes the line to copy, and what each strategy would hold is drawn
     field(out, "strategy").select_option("fsdp")
     until(lambda: "--strategy fsdp" in out.inner_text(), 20)
-    until(lambda: out.locator(".widget-image").count() and out.locator(".widget-image").first.evaluate("e => e.naturalWidth") > 100, 60)
+    until(lambda: out.locator("[role=img]").count() > 5, 60)
     until(lambda: launch.is_enabled(), 60)
     page.wait_for_timeout(500)
     out.scroll_into_view_if_needed()
@@ -103,7 +102,7 @@ def test_pick_launch_watch_stop(notebook, tutorial):
     p.shot("lab-2-running")
     until(lambda: state(out) == "done", 180)
     until(lambda: stop.count() == 0, 30)                       # the widgets are gone
-    static = out.locator("img[src^='data:image/png']").last
+    static = out.locator(".widget-html img[src^='data:image/png']").last
     assert static.evaluate("e => e.naturalWidth") > 300
     static.scroll_into_view_if_needed()
     p.shot("lab-3-static")
