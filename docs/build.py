@@ -119,13 +119,15 @@ def mixed(body):
 
 
 def prepare(nb_file):
-    """Three things that nbdev's docs processing would do otherwise, put right in the copy.
+    """Four things that nbdev's docs processing would do otherwise, put right in the copy.
 
     It hides what is exported and shows signatures in its place; a table of constants has none, so its source is shown.
     It runs every cell that holds an import, without the cells before it; one that does something else too would fail or run twice, and it has its output already.
     And it runs all that is exported: what a module does as a program is not for a page.
+    A `show_doc` in a hidden cell counts for it as shown, and it isn't: such cells go.
     """
     nb = nbformat.read(nb_file, 4)
+    nb.cells = [c for c in nb.cells if not re.fullmatch(r"#\| *hide\s+show_doc\(\w+\);?\s*", c.source)]
     for c in nb.cells:
         if c.cell_type != "code": continue
         body, exported = statements(c.source), re.search(r"^#\| *export", c.source, flags=re.M)
@@ -171,7 +173,7 @@ def main():
     import to_myst
     to_myst.convert(project / "_proc", src)
     shutil.copytree(project / "nbs" / "images", src / "images", dirs_exist_ok=True)
-    pages.write(ROOT, src, toctree(project))
+    pages.write(ROOT, project, src, toctree(project))
     shutil.copy2(DOCS / "conf.py", src / "conf.py")
     shutil.copytree(DOCS / "_static", src / "_static")
     javascript(src / "_static")

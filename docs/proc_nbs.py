@@ -4,6 +4,7 @@ import importlib
 import inspect
 import pkgutil
 import warnings
+from pathlib import Path
 
 import matplotlib.figure
 import nbdev.doclinks
@@ -15,6 +16,7 @@ from nbdev.serve import proc_nbs
 # Annotations such as "pandas.DataFrame" or "Panel" are strings where a module imports the thing only when it is used; show_doc evaluates them.
 # The workers are spawned, read this file again, and so know the names too.
 builtins.pandas, builtins.matplotlib = pandas, matplotlib
+builtins.__file__ = str(Path(shardnb.__file__).parent / "plan" / "notebook.py")   # what is exported may ask where it lies; a notebook's cell has no such name
 for found in pkgutil.walk_packages(shardnb.__path__, "shardnb."):
     if found.name.endswith("_modidx"): continue
     module = importlib.import_module(found.name)
