@@ -57,8 +57,8 @@ docs: install  ## build the site into _docs (runs every notebook once; what did 
 	$(PY) docs/build.py
 
 # Each says whether it met its limits; one that did not doesn't keep the others from running
-bench: install  ## the long measurements: step time, cost of measuring, predicted memory against measured and published, numerics and bytes over all strategies
-	@code=0; for part in step_time probe_cost memory published; do echo "== bench/$$part.py"; $(PY) bench/$$part.py || code=1; done; \
+bench: install  ## the long measurements: step time, cost of measuring, time to the first step, predicted memory against measured and published, numerics and bytes over all strategies
+	@code=0; for part in step_time probe_cost start memory published; do echo "== bench/$$part.py"; $(PY) bench/$$part.py || code=1; done; \
 	$(PY) -m pytest -m "slow and not gpu" -s tests || code=1; exit $$code
 
 gpu: install  ## what needs a CUDA device
