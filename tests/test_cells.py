@@ -146,3 +146,32 @@ def test_the_cell_s_eval_rows_are_used(tmp_path, given):
     cell = MODEL + ROWS + "eval_dataset = datasets.Dataset.from_list([dict(prompt='a b', completion='c'), dict(prompt='d', completion='e f')])\n"
     run = go(cell, "ddp", given, tmp_path, model="tiny", max_steps=4, micro_batch=2, grad_accum=1, eval_steps=2)
     assert [e["step"] for e in run.events("eval")] == [2, 4]
+
+
+SLOW_LOOP = """
+import time, torch
+model = torch.nn.Linear(8, 8)
+model, opt = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1e-3))
+for _ in range(60):
+    loss = model(torch.ones(2, 8, device=device)).pow(2).mean()
+    accelerator.backward(loss)
+    time.sleep(1.1)
+    opt.step(); opt.zero_grad()
+    log(loss=loss)
+"""
+
+
+def test_a_stop_takes_no_more_than_the_step_that_is_going_on(tmp_path, monkeypatch):
+    "Between steps of a second or more the ranks wait for the answer whether to stop"
+    import time
+
+    import shardnb
+    monkeypatch.setenv("SHARDNB_HOME", str(tmp_path))
+    run = shardnb.train(shardnb.Recipe(strategy="ddp", nproc=2), cell=SLOW_LOOP)
+    try:
+        end = time.monotonic() + 120
+        while len(run.metrics) < 3 and time.monotonic() < end: time.sleep(.05)
+        asked = len(run.metrics)
+        assert 3 <= asked and run.stop().wait(60).state == "stopped"
+        assert len(run.metrics) <= asked + 1
+    finally: run.kill()

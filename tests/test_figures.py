@@ -56,3 +56,14 @@ def test_html_is_escaped():
     from shardnb.ui.panel import header_html
     html = header_html(a_run())
     assert "<b>tiny</b>" not in html and "&lt;b&gt;tiny" in html
+
+
+def test_words_behind_a_bar_stay_in_the_picture():
+    "In a tile as in a wide figure, for the longest bar with the most to say"
+    for width in (C.TILE, 9.6, 12):
+        fig = F.new_figure(width, 3)
+        ax = fig.add_axes([.26, .3, .68, .6])
+        C.memory_bars(ax, [(r, "device", "peak", dict(params=40 * 2**20, context=181 * 2**20), None) for r in (0, 1)])
+        fig.canvas.draw()
+        edge = fig.bbox.width
+        assert max(t.get_window_extent().x1 for t in ax.texts) <= edge, width

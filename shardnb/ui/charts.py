@@ -136,7 +136,7 @@ def memory_rows(
         if len(out)<=most: break
     return out
 
-# %% ../../nbs/ui/00a_charts.ipynb #91d60404
+# %% ../../nbs/ui/00a_charts.ipynb #579a27bd
 def memory_bars(
     ax, # matplotlib axes
     rows:list, # from `memory_rows`
@@ -156,14 +156,21 @@ def memory_bars(
         mine = [i for i,r in enumerate(rows) if (r[2]=='predicted')==predicted]
         for i,end in zip(mine, _bars(ax, [(ticks[i][0], *bars[i][:2]) for i in mine], .78, predicted)): ends[i] = end
     right = max(ends)
-    for end,t,b in zip(ends, ticks, bars): ax.text(end, t[0], '  '+b[2], va='center', ha='left', fontsize=7.5, color=_SOFT)
-    right = _capacity(ax, capacity, right*(1.3 if any('context' in b[2] for b in bars) else 1.12))
+    for end,t,b in zip(ends, ticks, bars): ax.text(end, t[0], '  '+b[2], va='center', ha='left', fontsize=_FINE, color=_SOFT)
+    right = _capacity(ax, capacity, max(right*1.05, *(_right(ax, end, b[2]) for end,b in zip(ends, bars))))
     first = [i==0 or ticks[i-1][1]!=t[1] for i,t in enumerate(ticks)]
     ax.set_yticks([t[0] for t in ticks], [f'{r} · {m}' if f and not names else m for f,(_,r,m) in zip(first, ticks)])
     for f,(at,r,_),row in zip(first, ticks, rows):
         if f and names: ax.text(0, at-.82, r+(f': {names[row[0]]}' if names[row[0]] else ''), transform=ax.get_yaxis_transform(), fontsize=7.8, color=_INK, fontweight='bold', va='center')
     ax.set_ylim(y+.6, -1.3 if names else -.6); ax.set_xlim(0, right); _bytes_axis(ax, right)
     _legend(ax, [c for c in PALETTE if any(c in b[0] for b in bars)], any(b[1] for b in bars), False, columns)
+
+_FINE = 7.5 # points: the words at the end of a bar
+
+def _right(ax, end, words):
+    "Where the axis must end so that words behind a bar have room; a letter is about .58 of its height wide"
+    wide = ax.get_position().width*ax.figure.get_figwidth()*72   # points
+    return end/max(.2, 1-.58*_FINE*(len(words)+3)/wide)
 
 def _words(rows, note=''):
     "Title and note of `memory_bars`"
