@@ -34,7 +34,7 @@ STEPS = 150 # long enough that the run still goes on when the next kernel is up
 LINE = f"--model tiny --dataset demo --strategy fsdp --nproc 2 --micro-batch 1 --grad-accum 1 --max-length 64 --max-steps {STEPS}"
 
 
-@pytest.mark.parametrize("how", ["restart", "kill"])
+@pytest.mark.parametrize("how", [pytest.param("restart", marks=pytest.mark.slow), "kill"])  # the browser tests restart one too
 def test_a_run_outlives_its_kernel(kernels, how):
     km, kc = kernels()
     run(kc, f"%load_ext shardnb\nr = get_ipython().run_line_magic('shardtrain', {LINE!r})")

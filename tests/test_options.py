@@ -81,7 +81,7 @@ def test_packed_rows_don_t_see_each_other(tmp_path):
     assert packed.metrics.loss[0] == pytest.approx(single.metrics.loss[0], rel=1e-4)
 
 
-@pytest.mark.parametrize("strategy", ("zero1", "zero3", "fsdp"))
+@pytest.mark.parametrize("strategy", ("zero1", pytest.param("zero3", marks=pytest.mark.slow), "fsdp"))
 def test_saved_model_is_plain_and_resume_goes_on_exactly(rows, tmp_path, strategy):
     import torch
     from transformers import AutoModelForCausalLM

@@ -168,6 +168,7 @@ for i, b in enumerate(dl):
 GLOO = {"all_reduce": 1., "all_gather": .5, "reduce_scatter": 1., "broadcast": .5, "reduce": 1., "barrier": 0.} # what two ranks of Gloo send of a payload, each: it has no reduce-scatter, and all-reduces instead
 
 
+@pytest.mark.slow
 def test_against_the_wire(tmp_path):
     "Bytes counted at the calls, against those that the loopback interface of a network of our own has carried."
     inside = ["unshare", "-rn", "sh", "-c", 'ip link set lo up && exec "$0" "$@"']

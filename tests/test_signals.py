@@ -25,7 +25,8 @@ def until(f, timeout=90):
 
 def command(*words, home, **kw):
     env = dict(os.environ, SHARDNB_HOME=str(home), PYTHONUNBUFFERED="1")
-    return subprocess.Popen([sys.executable, "-m", "shardnb.ui.cli", *words], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, **kw)
+    # what its parent ignores, as under nohup, a process ignores too
+    return subprocess.Popen([sys.executable, "-m", "shardnb.ui.cli", *words], preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL), env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, **kw)
 
 
 @pytest.fixture

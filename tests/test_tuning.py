@@ -184,6 +184,7 @@ def test_every_schedule_runs(rows, tmp_path, name):
     assert len(run.metrics) == 3 and run.metrics.lr.notna().all()
 
 
+@pytest.mark.slow
 def test_dora_and_rslora(rows, tmp_path):
     "The adapter's own configuration says so; DoRA's lengths are parameters that the plan counts; the same losses where weights are taken apart as where they aren't"
     tight = dict(zero_optimization=dict(stage3_max_live_parameters=1, stage3_max_reuse_distance=1, stage3_param_persistence_threshold=1))  # nothing stays gathered by chance

@@ -22,6 +22,11 @@ from shardnb.run.handle import Run
 CONFIG = dict(model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
               max_position_embeddings=256, attention_dropout=.1)
 FULL = ("ddp", "zero2", "zero3", "fsdp")
+
+
+def slow(*values): return pytest.param(*values, marks=pytest.mark.slow)
+
+
 LORA = dict(tuning="lora", lora_r=4, lora_dropout=.1)
 
 
@@ -103,7 +108,7 @@ def go_on(recipe, home):
 def no_leftovers(folder): return sorted(p.name for p in Path(folder).iterdir() if p.name.startswith(".")) == []
 
 
-@pytest.mark.parametrize("strategy", FULL)
+@pytest.mark.parametrize("strategy", [s if s == "zero3" else slow(s) for s in FULL])
 def test_killed_while_it_saves_and_resumed_bit_for_bit(top, losses, rng, tmp_path, strategy):
     "in the middle of an epoch, of accumulation and of a schedule, with dropout"
     for attempt in range(5):  # on a busy machine the kill may come when the save is over
@@ -138,7 +143,7 @@ def stopped_and_resumed(recipe, home, after):
     return run.metrics.loss.tolist() + rest.metrics.loss.tolist(), step
 
 
-@pytest.mark.parametrize("strategy", ("zero3", "fsdp"))
+@pytest.mark.parametrize("strategy", (slow("zero3"), "fsdp"))
 def test_lora_stopped_and_resumed_bit_for_bit(top, losses, rng, tmp_path, strategy):
     got, step = stopped_and_resumed(recipe(top, strategy, **LORA), tmp_path, rng.randrange(2))
     assert got == losses(strategy, **LORA), f"stopped at {step}"
