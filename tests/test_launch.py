@@ -237,3 +237,25 @@ def test_a_broken_import_is_on_record(start, monkeypatch, tmp_path):
     run = Run(rundir)
     assert ended(run)["state"] == "failed"
     assert run.error.cause == "ModuleNotFoundError" and "no_such_package_here" in run.error.message and run.error.phase == "importing"
+
+
+HEARD_LATE = """
+import sys
+from shardnb.run.launch import Supervisor
+from shardnb.run.rundir import RunDir
+rundir = RunDir(sys.argv[1])
+s = Supervisor(rundir, "gloo_worker")
+s._run_ranks = rundir.request_stop
+over = s._over.set
+def at_last(): s._obey(rundir.stop_requested()), over()
+s._over.set = at_last
+print(s.run())
+"""
+
+
+def test_a_stop_that_is_heard_at_the_very_end_does_not_change_how_it_ended(tmp_path):
+    "The thread that obeys a stop may be at it in the moment in which the run is judged"
+    rundir = RunDir.create("model: tiny\n", plan={"strategy": "ddp", "nproc": 1, "world_size": 1, "env": ENV}, home=tmp_path)
+    done = subprocess.run([sys.executable, "-c", HEARD_LATE, rundir.path], capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["stopped"], done.stderr
+    assert read_json(rundir.exit_path)["state"] == read_json(rundir.state_path)["state"] == "stopped"

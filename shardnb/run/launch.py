@@ -320,7 +320,7 @@ def _verdict(self:Supervisor, broken):
     said = self._summary()["ended"]
     return said if said in ("done", "stopped") and not bad else "stopped" if stop else "done", None
 
-# %% ../../nbs/run/10_launch.ipynb #08c82637
+# %% ../../nbs/run/10_launch.ipynb #cdd44f59
 class _Terminated(BaseException): "SIGTERM reached the supervisor"
 
 def _broken(e):
@@ -339,7 +339,8 @@ def run(self:Supervisor,
     signal.signal(signal.SIGTERM, term), signal.signal(signal.SIGHUP, signal.SIG_IGN)
     if sys.platform.startswith("linux"): ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
     self.write_state()
-    threading.Thread(target=self._watch, daemon=True).start()
+    watching = threading.Thread(target=self._watch, daemon=True)
+    watching.start()
     broken = None
     stop = self.rundir.stop_requested()
     try: stop and stop["how"] == "kill" or self._run_ranks()  # it may have been killed while it waited for the pool
@@ -348,18 +349,19 @@ def run(self:Supervisor,
         broken = _broken(e)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     survivors = self._sweep()
-    self.state, error = self._verdict(broken)
+    state, error = self._verdict(broken)
     self._over.set()
-    now = time.time()
+    watching.join(2)  # else it may still take the run for one that is stopping
+    self.state, now = state, time.time()
     try:
         if (error or {}).get("cause") != "stalled": self.rundir.stall_path.unlink(missing_ok=True)
         self.write_state()
         for log in filter(Path.is_file, self.rundir.logs_path.rglob("*")): log.name == "supervisor.log" or mask_file(log)  # this process still writes to its own, through `guard`
     except OSError: traceback.print_exc()  # the end itself matters more
-    write_json(self.rundir.exit_path, {"v": SCHEMA, "state": self.state, "ended_at": now, "seconds": now - self.began, "returncodes": self.codes, "first": self.first, "error": error,
+    write_json(self.rundir.exit_path, {"v": SCHEMA, "state": state, "ended_at": now, "seconds": now - self.began, "returncodes": self.codes, "first": self.first, "error": error,
                                        "forced": self.forced, "oom_kill": self.oom_kill(), "note": self.note, "survivors": survivors, "summary": self._summary()}, vital=True)
     self.rundir.reserve_path.unlink(missing_ok=True)  # all is said
-    return self.state
+    return state
 
 # %% ../../nbs/run/10_launch.ipynb #c3854d74
 WORKER = "shardnb.run.worker"

@@ -98,16 +98,15 @@ def test_headings_are_in_order_and_pictures_are_described(pages):
     assert not bad, bad[:20]
 
 
-@pytest.fixture(scope="module")
-def told(site, browser):
-    "What a browser finds on every page, opened as a file: requests that leave, console errors, contrast in light and dark, sideways scrolling on a phone"
+def looked(site, browser, files):
+    "What a browser finds on pages that are opened as files: requests that leave, console errors, contrast in light and dark, sideways scrolling on a phone"
     ARTIFACTS.mkdir(exist_ok=True)
     context = browser.new_context(viewport=dict(width=1280, height=900), color_scheme="light")
     page, out = context.new_page(), dict(errors=[], left=[], faint=[], wide=[])
     page.on("console", lambda m: out["errors"].append(f"{page.url}: {m.text}") if m.type == "error" else None)
     page.on("pageerror", lambda e: out["errors"].append(f"{page.url}: {e}"))
     page.on("request", lambda r: None if r.url.startswith(("file:", "data:", "blob:")) else out["left"].append(r.url))
-    for f in sorted(site.rglob("*.html")):
+    for f in files:
         name = f.relative_to(site)
         page.goto(f.as_uri(), wait_until="load")
         for scheme in ("light", "dark"):
@@ -121,6 +120,20 @@ def told(site, browser):
         page.set_viewport_size(dict(width=1280, height=900))
     context.close()
     return out
+
+
+@pytest.fixture(scope="module")
+def told(site, browser):
+    "Every guide, and every sixth of the modules' pages, which are all made alike"
+    files = sorted(site.rglob("*.html"))
+    modules = [f for f in files if f.parent.name in ("plan", "run", "ui")]
+    return looked(site, browser, [f for f in files if f not in modules or f.stem in SEEN or modules.index(f) % 6 == 0])
+
+
+@pytest.mark.slow
+def test_every_page(site, browser):
+    found = looked(site, browser, sorted(site.rglob("*.html")))
+    assert not any(found.values()), {k: v[:20] for k, v in found.items()}
 
 
 def test_no_request_leaves_and_the_console_is_quiet(told): assert not told["left"] and not told["errors"], (told["left"][:5], told["errors"][:5])
