@@ -7,7 +7,7 @@ Docs: https://shardnb.github.io/shardnb/ui/panel.html.md"""
 # %% auto #0
 __all__ = ['static_bundle', 'resumable', 'Panel', 'front', 'wait_for', 'show_panel']
 
-# %% ../../nbs/ui/01_panel.ipynb #f53edd51
+# %% ../../nbs/ui/01_panel.ipynb #74171fd1
 import base64, sys, threading, time
 from ..plan.problem import ShardnbError
 from ..run.checkpoint import newest_of
@@ -15,10 +15,10 @@ from ..run.handle import ENDED
 from .card import (_BOX, _CARD, _CELL, _CODE, _COLOURS, _SOFT, _TABLE, _div, _e, _span, error_html, header_html, log_html, notes_html, phases_of,  # noqa: F401 - what is shown beside a panel looks like it
     settings_html, shards_html, stall_html, summary, text_line)
 from .charts import TILE, TILES, run_figure, tile, tile_text
-from .figures import png
+from .figures import png, small
 from .timeline import timeline_figure
 
-# %% ../../nbs/ui/01_panel.ipynb #a1489cd1
+# %% ../../nbs/ui/01_panel.ipynb #b32d9447
 _WIDE, _LEAST = int(100*TILE), 370 # dots of a tile, and the least that its letters can be read at where there is room for two
 
 def _img(picture, text, style=f'flex:1 1 {_LEAST}px;min-width:0;max-width:{_WIDE}px;height:auto'):
@@ -38,12 +38,12 @@ def static_bundle(
     again = f'Live panel again, also after a kernel restart: <code>shardnb.attach(&quot;{_e(run.id)}&quot;).panel()</code>'
     if over: again = f'It can go on from its newest checkpoint: <code>shardnb.attach(&quot;{_e(run.id)}&quot;).resume()</code>' if resumable(run) else ''
     drawn = {n:p for n in TILES if not over or any(told.get(k) for k in TILES[n]) for p in [(pictures or {}).get(n) or png(tile(run, n))]}   # a run that ended before its first step has nothing to draw
-    deep = [_img(png(timeline_figure(run, width=TILE)), f'The bytes of rank 0 through step {run.timeline().attrs["step"]}, by category')] if 0 in run.way['timelines'] else []
-    seen = _grid(*(_img(p, tile_text(run, n)) for n,p in drawn.items()), *deep) if drawn else ''
+    deep = [_img(small(png(timeline_figure(run, width=TILE))), f'The bytes of rank 0 through step {run.timeline().attrs["step"]}, by category')] if 0 in run.way['timelines'] else []
+    seen = _grid(*(_img(small(p), tile_text(run, n)) for n,p in drawn.items()), *deep) if drawn else ''
     more = _fold('Which rank owns which slice', shards_html(run))+_fold('Effective settings', settings_html(run)) if over else ''
     hint = _div(_SOFT+'padding:4px 14px', again) if again else ''
     page = f'<div style="{_CARD}">{header_html(run)}{stall_html(run)}{error_html(run)}{seen}{notes_html(run)}{hint}{more}</div>'
-    return {'text/html':page, 'image/png':base64.b64encode(png(run_figure(run))).decode(), 'text/plain':text_line(run)}
+    return {'text/html':page, 'image/png':base64.b64encode(small(png(run_figure(run)))).decode(), 'text/plain':text_line(run)}
 
 def resumable(
     run, # a `Run`

@@ -8,14 +8,14 @@ Docs: https://shardnb.github.io/shardnb/ui/picker.html.md"""
 __all__ = ['FIELDS', 'OFFER', 'MACHINES', 'forecast', 'neighbours', 'plan_picture', 'problems_html', 'equal_line_html',
            'field_widget', 'Picker', 'settings_text', 'pick', 'written']
 
-# %% ../../nbs/ui/02_picker.ipynb #955da0ea
+# %% ../../nbs/ui/02_picker.ipynb #3ab5c8c9
 import base64, json, threading, time
 from ..plan.problem import RecipeError, ShardnbError
 from ..plan.recipe import Recipe
 from ..plan.strategy import Strategy
 from ..plan.ways import OFFERED
 from .bars import plan_bars_html, strategy_bar_html
-from .figures import plan_figure, png
+from .figures import plan_figure, png, small
 from .options import choices_of
 from ..run.handle import ENDED
 from ..run.launch import warm_up
@@ -270,7 +270,7 @@ def settings_text(
     notes = ''.join(f'<div>ℹ {_e(n)}</div>' for n in plan['notes'])
     return _div(_CARD+'padding:6px 14px', notes, f'<pre style="{_CODE}">{_e(json.dumps(plan["settings"], indent=1, default=str))}</pre>')
 
-# %% ../../nbs/ui/02_picker.ipynb #187f0d79
+# %% ../../nbs/ui/02_picker.ipynb #99056503
 def _launch(self:Picker):
     "Start the run that the form describes and show its panel below"
     from shardnb.run.handle import train
@@ -287,7 +287,7 @@ def _ended(self:Picker):
 
 def _bundle(self:Picker):
     "What stays where widgets don't: the advice, a picture, the table and the line"
-    picture = png(plan_picture(self.plan, self._chosen(self.plan, self.recipe)), _SHARP) if self.plan else b''
+    picture = small(png(plan_picture(self.plan, self._chosen(self.plan, self.recipe)), _SHARP)) if self.plan else b''
     seen = image_html(picture, f'{self.plan.title} (predicted)') if picture else ''
     page = f'<div>{self.problems.value}{self.advice.value}{seen}{self.exactly.value}{self.table.value}{self.line.value}</div>'
     return {'text/html':page, 'text/plain':self.recipe.magic_line()}|({'image/png':base64.b64encode(picture).decode()} if picture else {})

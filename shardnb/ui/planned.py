@@ -8,11 +8,11 @@ Docs: https://shardnb.github.io/shardnb/ui/planned.html.md"""
 __all__ = ['plan_table_html', 'advice_html', 'rule_lines', 'image_html', 'plan_bundle', 'plan_html', 'recommended', 'plan_text',
            'add_plan_options', 'machine_of', 'plan_of', 'work_out_exactly']
 
-# %% ../../nbs/ui/01a_planned.ipynb #a354d3d9
+# %% ../../nbs/ui/01a_planned.ipynb #f04a212d
 import base64
 from ..plan.machine import Machine
 from ..plan.problem import RecipeError
-from .figures import VERDICTS, plan_figure, png, size_text
+from .figures import VERDICTS, plan_figure, png, small, size_text
 from .options import recipe_of
 from .panel import _BOX, _CARD, _CELL, _SOFT, _TABLE, _div, _e
 
@@ -41,7 +41,7 @@ def plan_table_html(
     head = ''.join(f'<th style="{_CELL}">{h}</th>' for h in (_HEAD[i] for i in told))
     return _div('overflow-x:auto', f'<table style="{_TABLE}"><thead><tr>{head}</tr></thead><tbody>{"".join(out)}</tbody></table>')
 
-# %% ../../nbs/ui/01a_planned.ipynb #27425edb
+# %% ../../nbs/ui/01a_planned.ipynb #6814ebce
 def advice_html(
     plan, # a `Plan`
 )->str: # an HTML card
@@ -75,7 +75,7 @@ def plan_bundle(
     plan, # a `Plan`
 )->dict: # mime bundle
     "text/html, image/png and text/plain that need no widget and no kernel"
-    picture = png(plan_figure(plan), _SHARP)
+    picture = small(png(plan_figure(plan), _SHARP))
     page = ''.join((advice_html(plan), image_html(picture, f'{plan.title} (predicted)'), _div(_CARD+'padding:4px 14px;', plan_table_html(plan)),
         _folded('Rules of thumb', rule_lines(plan)), _folded('What was assumed', plan.notes)))
     return {'text/html':f'<div style="{_CARD}">{page}</div>', 'image/png':base64.b64encode(picture).decode(), 'text/plain':repr(plan)}
