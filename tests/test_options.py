@@ -45,7 +45,7 @@ def test_a_kept_unit_stays_gathered(rows, tmp_path):
     assert held[True] - held[False] == 264 * 64 * 4 # the embedding
 
 
-@pytest.mark.parametrize("strategy", ("ddp", "zero3", "fsdp"))
+@pytest.mark.parametrize("strategy", ("ddp", pytest.param("zero3", marks=pytest.mark.slow), "fsdp"))
 def test_checkpointing_changes_memory_not_losses(tmp_path, strategy):
     rows = tmp_path / "long.jsonl" # long enough that activations outweigh what checkpointing keeps
     rows.write_text("\n".join(json.dumps(dict(prompt=f"count {i}", completion=" ".join(map(str, range(100))))) for i in range(24)))

@@ -44,6 +44,9 @@ def check(wide, home, strategy, nproc=2, **kw):
     return run
 
 
+def slow(*values): return pytest.param(*values, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_full_fp32(wide, tmp_path, strategy):
     run = check(wide, tmp_path, strategy)
@@ -53,7 +56,7 @@ def test_full_fp32(wide, tmp_path, strategy):
     if "optim-cpu" in strategy: assert set(run.memory.query("category == 'optimizer'").place) == {"host"}
 
 
-@pytest.mark.parametrize("strategy", ("zero2", "zero3", "fsdp"))
+@pytest.mark.parametrize("strategy", (slow("zero2"), "zero3", slow("fsdp")))
 def test_full_bf16(wide, tmp_path, strategy): check(wide, tmp_path, strategy, precision="bf16")
 
 
@@ -67,6 +70,5 @@ def test_lora(wide, tmp_path, strategy): check(wide, tmp_path, strategy, tuning=
 def test_ranks(wide, tmp_path, strategy, nproc): check(wide, tmp_path, strategy, nproc)
 
 
-
-@pytest.mark.parametrize("strategy,precision", [("zero2+optim-cpu", "bf16"), ("zero3+optim-cpu+param-cpu", "fp32"), ("fsdp+param-cpu", "fp32"), ("zero3+optim-cpu", "bf16")])
+@pytest.mark.parametrize("strategy,precision", [("zero2+optim-cpu", "bf16"), slow("zero3+optim-cpu+param-cpu", "fp32"), ("fsdp+param-cpu", "fp32"), slow("zero3+optim-cpu", "bf16")])
 def test_offload(wide, tmp_path, strategy, precision): check(wide, tmp_path, strategy, precision=precision)
