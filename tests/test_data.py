@@ -2,12 +2,13 @@
 import gzip
 import io
 import json
+import os
 
 import pytest
 
 from shardnb.plan.problem import RecipeError
 from shardnb.plan.recipe import Recipe
-from shardnb.run.formats import FORMATS, check_dataset, format_of, rows
+from shardnb.run.formats import FORMATS, check_dataset, file_rows, format_of, rows
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
 GOOD = {
@@ -261,3 +262,17 @@ def test_splits_of_a_folder_on_disk(tmp_path):
     assert check_dataset(Recipe(dataset=str(tmp_path / "one"))) == check_dataset(Recipe(dataset=str(tmp_path / "two"), split="test")) == []
     assert "is one piece" in str(check_dataset(Recipe(dataset=str(tmp_path / "one"), split="test"))[0])
     assert "did you mean 'train'" in str(check_dataset(Recipe(dataset=str(tmp_path / "two"), split="trian"))[0])
+
+
+@pytest.mark.parametrize("number", (5, 13, 116))
+def test_what_the_system_says_of_a_file_is_not_called_a_damaged_file(tmp_path, monkeypatch, number):
+    "EIO, EACCES and ESTALE in the middle of a Parquet file are said as they are; only Arrow's own complaint is about the content"
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+    path = tmp_path / "rows.parquet"
+    pq.write_table(pa.table({"prompt": ["a"], "completion": ["b"]}), path)
+
+    def fails(*a): raise OSError(number, os.strerror(number))
+    monkeypatch.setattr(pq.ParquetFile, "iter_batches", fails)
+    with pytest.raises(RecipeError) as caught: list(file_rows(str(path)))
+    assert os.strerror(number).lower() in str(caught.value).lower() and "not a readable" not in str(caught.value)

@@ -1,6 +1,7 @@
 "What is trained on, token for token, with the chat templates of the common families; and rows of every source"
 import copy
 import json
+import os
 
 import pytest
 from trl import chat_template_utils as families
@@ -132,7 +133,7 @@ def test_templates_without_special_tokens_or_a_prompt_for_an_answer(tok):
 
 @pytest.fixture(scope="module")
 def smollm2():
-    if demo_problems(): pytest.skip("the demo model isn't installed")
+    if bad := demo_problems(): (pytest.fail if os.environ.get("CI") else pytest.skip)(str(bad[0]))   # `make install` brings it, so where everything is tested it must be there
     return load_tokenizer(Recipe(model="demo"))
 
 

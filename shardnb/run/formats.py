@@ -190,7 +190,7 @@ def _array_rows(p: Path) -> Iterator[tuple[str, dict]]:
             if mark == "]": break
         if skip(): raise fault(json.JSONDecodeError("Extra data", text, at))
 
-# %% ../../nbs/run/05b_formats.ipynb #b98b97fa
+# %% ../../nbs/run/05b_formats.ipynb #b7ac74a5
 def _csv_rows(p: Path) -> Iterator[tuple[str, dict]]:
     "Rows of a CSV file with a header"
     csv.field_size_limit(1 << 30)
@@ -226,9 +226,9 @@ def _arrow_rows(p: Path) -> Iterator[tuple[str, dict]]:
                 found = pa.ipc.open_file(f)
                 yield from _batches(found.get_batch(i) for i in range(found.num_record_batches))
             else: f.seek(0); yield from _batches(pa.ipc.open_stream(f))
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as e:   # Arrow's own errors of reading are OSErrors too
-        if isinstance(e, PermissionError): raise
-        raise RowError(f"not a readable {'Parquet' if parquet else 'Arrow'} file: {str(e).splitlines()[0][:120]}") from e
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError, OSError) as e:   # Arrow raises an OSError without a number for a file that is damaged
+        if getattr(e, "errno", None): raise   # the system's: a file that is gone, that may not be read, a disk that fails
+        raise RowError(f"not a readable {'Parquet' if parquet else 'Arrow'} file: {(str(e).splitlines() or [type(e).__name__])[0][:120]}") from e
 
 # %% ../../nbs/run/05b_formats.ipynb #47c9d989
 def file_rows(path: str) -> Iterator[tuple[str, dict]]: # (where, row): where is 'line 3' or 'row 3'
