@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from waiting import within
 
 from shardnb.plan.machine import Machine
 from shardnb.plan.recipe import Recipe
@@ -33,13 +34,7 @@ def start(tmp_path, monkeypatch):
     for run in started: run.kill()
 
 
-def until(condition, timeout=60):
-    "Wait for a condition and give back what it gave"
-    end = time.monotonic() + timeout
-    while time.monotonic() < end:
-        if found := condition(): return found
-        time.sleep(.05)
-    raise AssertionError(f"not within {timeout} s")
+until = within(60)
 
 
 def training(run, step=1): return until(lambda: len(run.events("step", rank=0)) >= step and len(run.pids) == run.plan["nproc"] and run)

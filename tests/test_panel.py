@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import longrun
 import pandas as pd
 import pytest
+from waiting import within
 
 from shardnb.run.event import EventWriter
 from shardnb.run.handle import Run
@@ -40,12 +41,7 @@ def panel(small):
     return make
 
 
-def until(what, seconds=10):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if found := what(): return found
-        time.sleep(.02)
-    raise AssertionError(f"not within {seconds} s")
+until = within(10, .02)
 
 
 # --- what is kept of a run, and what is read again ---

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pandas as pd
 import pytest
+from waiting import within
 
 from shardnb.plan.advise import Plan
 from shardnb.plan.memory import MemoryBreakdown
@@ -206,11 +207,7 @@ def test_real_planner_from_magic_to_table():
     assert ("torch" in sys.modules) == before
 
 
-def until(what, seconds=10):
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if what(): return True
-        time.sleep(.01)
+until = within(10, .01)
 
 
 def answers_to(recipe, plan=None):

@@ -7,6 +7,7 @@ import sys
 import time
 
 import pytest
+from waiting import within
 
 import shardnb
 from shardnb.run.handle import ENDED
@@ -15,12 +16,7 @@ from shardnb.run.rundir import RunDir
 LONG = "--model tiny --dataset demo --strategy ddp --nproc 1 --max-steps 100000 --max-length 64 --micro-batch 1 --grad-accum 1".split()
 
 
-def until(f, timeout=90):
-    end = time.time() + timeout
-    while not (found := f()):
-        assert time.time() < end, "it never came true"
-        time.sleep(.1)
-    return found
+until = within(90, .1)
 
 
 def command(*words, home, **kw):

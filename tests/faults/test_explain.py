@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from waiting import within
 from jupyter_client.manager import KernelManager
 from real_errors import PROVOKE, text_of
 
@@ -89,12 +90,7 @@ def home(tmp_path, monkeypatch):
     return tmp_path
 
 
-def until(condition, timeout=120):
-    end = time.monotonic() + timeout
-    while time.monotonic() < end:
-        if found := condition(): return found
-        time.sleep(.05)
-    raise AssertionError(f"not within {timeout} s")
+until = within(120)
 
 
 # --- the user's line

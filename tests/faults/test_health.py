@@ -2,9 +2,9 @@
 import math
 import os
 import signal
-import time
 
 import pytest
+from waiting import within
 
 import shardnb
 from shardnb.run.launch import alive
@@ -28,12 +28,7 @@ def train(tmp_path, monkeypatch):
     for run in started: run.kill()
 
 
-def until(condition, timeout=90):
-    end = time.monotonic() + timeout
-    while time.monotonic() < end:
-        if found := condition(): return found
-        time.sleep(.05)
-    raise AssertionError(f"not within {timeout} s")
+until = within(90)
 
 
 def stall(run, kind):

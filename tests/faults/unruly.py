@@ -1,8 +1,8 @@
 "What the fault tests ask of a run: that it has ended, and that nothing of it is left."
 import os
-import time
 
 import psutil
+from waiting import within
 
 from shardnb.run.process import alive
 from shardnb.run.rundir import read_json
@@ -10,13 +10,7 @@ from shardnb.run.rundir import read_json
 ENV = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
-def until(condition, timeout=150):  # s; a machine that is busy with other tests takes long to import torch
-    "Wait for a condition and give back what it gave"
-    end = time.monotonic() + timeout
-    while time.monotonic() < end:
-        if found := condition(): return found
-        time.sleep(.02)
-    raise AssertionError(f"not within {timeout} s")
+until = within(150, .02)  # s; a machine that is busy with other tests takes long to import torch
 
 
 def ended(run, timeout=150):
