@@ -364,12 +364,15 @@ def test_a_killed_run_is_resumed_from_the_terminal(top, losses, rng, tmp_path, m
     import shardnb
     from shardnb.ui.cli import main
     monkeypatch.setenv("SHARDNB_HOME", str(tmp_path))
-    run = shardnb.train(recipe(top, "ddp", save_steps=2))
-    part = run.rundir.checkpoints_path / ".checkpoint-4.part"
-    assert until(part.exists, lambda: not run.ended), run.error
-    time.sleep(rng.random() * .1)
-    run.kill()
-    step = max(c.step for c in run.checkpoints if c.resumable)
+    for _ in range(5): # a quick run may be over before the kill comes
+        run = shardnb.train(recipe(top, "ddp", save_steps=2))
+        part = run.rundir.checkpoints_path / ".checkpoint-4.part"
+        until(part.exists, lambda run=run: not run.ended, pause=.0002)
+        time.sleep(rng.random() * .02)
+        run.kill()
+        step = max(c.step for c in run.checkpoints if c.resumable)
+        if step < 6: break
+    assert step in (2, 4), run.error
     assert main(["resume", run.id, "--save-steps", "1"]) == 0 and "saved: " in capsys.readouterr().out
     again = shardnb.attach(shardnb.runs().id[0])
     assert (again.plan["resumed"], again.recipe.save_steps, again.state) == (run.id, 1, "done")
