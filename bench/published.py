@@ -265,12 +265,13 @@ def predict_row(
     s, n, m, script = Strategy.parse(row.strategy), row.world_size, machine_of(row), script_of(row)
     r = recipe_of(row, home).resolve(n, m.cuda, m.bf16)
     facts, plain = forecaster.facts(r), r.model_copy(update=dict(precision="fp32", dtype=None))
+    told = settings(s, r, facts, n, m.cuda)
     def tuned(model):
         use_script(model, script)
         return apply_peft(model, plain, "ddp")
-    trace = trace_model(model_config(r, resolve_model(r.model)), tuned, **trace_options(r, s, m.cuda) | dict(
+    trace = trace_model(model_config(r, resolve_model(r.model)), tuned, **trace_options(r, s, m.cuda, told) | dict(
         fused_head=False, packed=False, padded=row.padding == "yes" and row.micro_batch > 1 and row.attention != "flash", keeps_output=script.keeps_output))
-    return predict_memory(facts, trace, s, settings(s, r, facts, n, m.cuda), r.precision, n, row.micro_batch, row.seq_len, r.grad_accum, weights_dtype(r), r.optim, m.cuda,
+    return predict_memory(facts, trace, s, told, r.precision, n, row.micro_batch, row.seq_len, r.grad_accum, weights_dtype(r), r.optim, m.cuda,
                           quantized=r.tuning == "qlora", engine=fsdp1() if script.fsdp1 else None)
 
 

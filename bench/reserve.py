@@ -1,7 +1,7 @@
 """How far nvidia-smi lies above what PyTorch has allocated, in runs that published both: the data behind `plan.predict.reserve_band`.
 
 `reserve.csv` holds the runs on one GPU (A100-80GB, Transformers' Trainer, full, LoRA, bitsandbytes and GPTQ, 1B to 70B) of two tables of fms-acceleration, but for those that filled the card by more than nine tenths, where PyTorch gives its
-cache back. Their runs on two GPUs used PyTorch's first FSDP, and aren't here. None of these runs is in `published.csv`. `moving` is what comes and goes: the peak less what is still allocated when training is over.
+cache back. Their runs on two GPUs used PyTorch's first FSDP, and aren't here. None of these runs is in `published.csv`. The band was drawn from them, so that how many lie inside it is a fit; `published.py` is where it meets other runs. `moving` is what comes and goes: the peak less what is still allocated when training is over.
 
     python bench/reserve.py
 """

@@ -18,7 +18,7 @@ SECONDS = dict(ddp=400, zero2=600, zero3=1300, fsdp=600)  # until the interval i
 
 def in_rank(path):
     "Train in one rank, taking the observer off and putting it back."
-    from shardnb.run.observer import TrainerWatch
+    from shardnb.run.watch import TrainerWatch
     from shardnb.run.probe import PeakSampler
     w = toggled.worker_of(path)
     trainer = w.build_trainer(w.run_cell())

@@ -1,7 +1,8 @@
-"""Builds the docs site without Quarto and without a network: `make docs`, or `python docs/build.py --reuse` for a quick look.
+"""Builds the docs site without Quarto: `make docs`, or `python docs/build.py --reuse` for a quick look.
 
 copy of the project -> every notebook executed -> nbdev's own processing (show_doc, links) -> plain notebooks for MyST-NB -> Sphinx.
-With --reuse the outputs stored in the notebooks are taken as they are; without it each notebook runs, or comes from a cache if neither it nor the package changed.
+With --reuse the outputs stored in the notebooks are taken as they are; without it each notebook runs, or comes from a cache if neither it, the package nor an installed library changed.
+Only the first build needs a network: it fetches three files of JavaScript through npm, which are kept.
 """
 import argparse
 import ast
@@ -13,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import time
+from importlib.metadata import distributions
 from pathlib import Path
 
 import nbformat
@@ -54,12 +56,21 @@ def copy_project(dest):
 def skipped(source): return any(flag in source for flag in ("#| eval: false", "#| gpu", "#| slow"))   # nbdev's own flags for cells that tests leave out
 
 
-def execute(nb_file, project, package_hash):
-    "Run one notebook where it lies, as a person would; what was run before with the same code and package comes from the cache"
+def surroundings(root):
+    "A digest of all that a notebook's outputs depend on beside its own code: the package with its recipes, the examples that notebooks share, and what is installed"
+    files = [p for d in ("shardnb", "nbs") for p in sorted((root / d).rglob("*")) if p.suffix in (".py", ".yaml") and not {"__pycache__", ".ipynb_checkpoints", ".shardnb"} & set(p.parts)]
+    installed = sorted({f"{d.name}=={d.version}" for d in distributions()})
+    digest = hashlib.sha256("\n".join([sys.version, *installed]).encode())
+    for p in files: digest.update(f"{p.relative_to(root)}\0".encode() + p.read_bytes())
+    return digest.hexdigest()
+
+
+def execute(nb_file, project, around):
+    "Run one notebook where it lies, as a person would; what was run before with the same code and `surroundings` comes from the cache"
     from nbclient import NotebookClient
     nb = nbformat.read(nb_file, 4)
     code = [c.source for c in nb.cells if c.cell_type == "code"]
-    kept = CACHE / "run" / (hashlib.sha256(json.dumps([package_hash, str(nb_file.relative_to(project)), code]).encode()).hexdigest()[:24] + ".json")
+    kept = CACHE / "run" / (hashlib.sha256(json.dumps([around, str(nb_file.relative_to(project)), code]).encode()).hexdigest()[:24] + ".json")
     if kept.exists():
         outputs, widgets = json.loads(kept.read_text())
         for c, o in zip([c for c in nb.cells if c.cell_type == "code"], outputs, strict=True): c.outputs = [nbformat.from_dict(x) for x in o]
@@ -85,10 +96,10 @@ def execute(nb_file, project, package_hash):
 def execute_all(project, env):
     "Every notebook, one after another: they start ranks, and the cores are few"
     os.environ.update(env)
-    package = hashlib.sha256(b"".join(p.read_bytes() for p in sorted((ROOT / "shardnb").rglob("*.py")))).hexdigest()
+    around = surroundings(project)
     for f in notebooks(project):
         os.environ["SHARDNB_HOME"] = str(WORK / "runs" / f.stem)
-        seconds = execute(f, project, package)
+        seconds = execute(f, project, around)
         print(f"  {f.relative_to(project)}: {f'{seconds:.0f} s' if seconds else 'unchanged, from the cache'}", flush=True)
 
 

@@ -45,12 +45,10 @@ def takes_recipe(parser):
 
 
 def magics():
-    "(title, docstring, parser or None) of each magic"
-    from shardnb.ui.magics import _EXTRA, ShardMagics, _parser
-    for name in sorted({n for names in ShardMagics.magics.values() for n in names}, key=lambda n: ([*_EXTRA].index(n) if n in _EXTRA else len(_EXTRA), n)):
-        both = [mark + name for mark, kind in (("%%", "cell"), ("%", "line")) if name in ShardMagics.magics[kind]]
-        f = getattr(ShardMagics, name)
-        yield both, inspect.getdoc(f), inspect.getsource(f), _parser("%" + name) if name in _EXTRA else None
+    "(its forms, parser) of each magic"
+    from shardnb.ui.magics import _ABOUT, ShardMagics, _parser
+    for name in sorted({n for names in ShardMagics.magics.values() for n in names}, key=[*_ABOUT].index):
+        yield [mark + name for mark, kind in (("%%", "cell"), ("%", "line")) if name in ShardMagics.magics[kind]], _parser("%" + name)
 
 
 def options():
@@ -59,10 +57,9 @@ def options():
     from shardnb.ui.cli import COMMANDS, command_parser
     lines = ["# Options of magics and commands", "", "`%load_ext shardnb` brings the magics; the command `shardnb` does the same at a terminal. Where it says *a recipe*, a YAML file may come first, and "
              "[every field of a recipe](#options-of-a-recipe) is an option; the Tab key completes them. Each answers to `--help`.", "", "## Magics", ""]
-    for both, doc, source, parser in magics():
-        lines += [f"### {both[0].lstrip('%')}", "", " and ".join(f"`{b}`" for b in both) + ". " + (inspect.cleandoc(parser.description).replace("\n", " ") if parser and parser.description else doc.split(";")[0] + "."), ""]
-        rows = own_options(parser) if parser else [(f"`{w}`", h) for w, h in re.findall(r"add_argument\('(-*\w+)'[^\n]*?help='([^']*)'", source)] or [("`id`", "a run, by the beginning of its id"), *((f"`{w}`", "") for w in re.findall(r"'(--\w+)'", source))]
-        lines += table(("option", "meaning"), rows + ([("*a recipe*", "every field, see below")] if parser and takes_recipe(parser) else []))
+    for both, parser in magics():
+        lines += [f"### {both[0].lstrip('%')}", "", " and ".join(f"`{b}`" for b in both) + ". " + inspect.cleandoc(parser.description).replace("\n", " "), ""]
+        lines += table(("option", "meaning"), own_options(parser) + ([("*a recipe*", "every field, see below")] if takes_recipe(parser) else []))
     lines += ["## Commands", ""]
     for name in COMMANDS:
         parser = command_parser(name)

@@ -7,7 +7,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "Recipe": "plan.recipe", "Strategy": "plan.strategy", "Machine": "plan.machine", "MemoryBreakdown": "plan.memory",
     "ShardnbError": "plan.problem", "RecipeError": "plan.problem", "PlanError": "plan.problem", "RunFailed": "plan.problem",
-    "train": "run.handle", "attach": "run.handle", "runs": "run.handle", "Run": "run.handle", "RunDir": "run.rundir",
+    "train": "run.start", "attach": "run.registry", "runs": "run.registry", "Run": "run.handle", "RunDir": "run.rundir",
     "library": "plan.library", "predict": "run.forecast", "compare": "run.compare", "Comparison": "run.compare", "Plan": "plan.advise", "pick": "ui.picker", "MemoryExplorer": "ui.explorer", "load_ipython_extension": "ui.magics", "unload_ipython_extension": "ui.magics",
 }
 __all__ = sorted(["plan", *(n for n in _HOMES if not n.endswith("_ipython_extension"))])
@@ -21,7 +21,7 @@ def __getattr__(name):
 
 # What a lower floor offers and a higher one does. Imports go down only (tests/test_floors.py), so the lower one asks here.
 UPSTAIRS = {
-    "Recipe.preview": "run.data:previewed", "plan.__call__": "run.forecast:plan", "Run.panel": "ui.panel:Panel", "Run.figure": "ui.charts:run_figure",
+    "Recipe.preview": "run.preview:previewed", "plan.__call__": "run.forecast:plan", "Run.panel": "ui.panel:Panel", "Run.figure": "ui.charts:run_figure",
     "RunFailed._render_traceback_": "ui.magics:show_failure", "Plan.figure": "ui.figures:plan_figure", "Plan._repr_html_": "ui.planned:plan_html", "MemoryBreakdown.figure": "ui.figures:breakdown_figure",
     "Comparison.figure": "ui.compared:compare_figure", "Comparison._repr_html_": "ui.compared:compared_html",
 }

@@ -63,6 +63,13 @@ def alive(rundir, state="running", world_size=1):
 def ended(rundir, state="done", **more): write_json(rundir.exit_path, dict(v=1, state=state, seconds=3., returncodes={}, error=None) | more)
 
 
+def undrawn(monkeypatch):
+    "For tests of where a panel is and what its buttons do: no tile is drawn, and the static form is a line"
+    from shardnb.ui import outlet, panel
+    monkeypatch.setattr(panel.Panel, "_draw", lambda self, told, force: None)
+    for module in (panel, outlet): monkeypatch.setattr(module, "static_bundle", lambda run, pictures=None: {"text/html": f"<img src='data:image/png'> {run.id} {run.state}", "image/png": "", "text/plain": run.id})
+
+
 def make(home, steps, ranks=1, step_s=.36, evals=20, params=200, plan=None):
     "The folder of a run that has done `steps` steps and goes on; returns its RunDir"
     rng = random.Random(0)

@@ -17,7 +17,7 @@ from shardnb.run.process import die_with_parent
 from shardnb.run.rundir import RunDir, write_json
 
 HEAVY = ("torch", "transformers", "trl", "peft", "datasets", "accelerate", "deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer", "transformers.models.llama.modeling_llama",
-         "transformers.models.qwen2.modeling_qwen2", "torch.distributed.fsdp", "torch.distributed.checkpoint", "shardnb.run.worker", "shardnb.run.observer")
+         "transformers.models.qwen2.modeling_qwen2", "torch.distributed.fsdp", "torch.distributed.checkpoint", "shardnb.run.worker", "shardnb.run.watch")
 
 
 def model_folder(top, config):
@@ -29,6 +29,38 @@ def model_folder(top, config):
         if f.name != "config.json": shutil.copy(f, top)
     (top / "config.json").write_text(json.dumps(config))
     return str(top)
+
+
+LLAMA = dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=264,
+             max_position_embeddings=512, tie_word_embeddings=False, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+WORDS = "shard gather reduce scatter rank layer bytes state moment bucket".split()
+
+
+def rows_file(folder, rows):
+    "Rows as JSON lines; returns the file's path as text"
+    (f := Path(folder) / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return str(f)
+
+
+def counting(numbers): return [dict(prompt=f"count to {i}", completion=" ".join(map(str, range(i))) or "none") for i in numbers]
+
+
+def ragged(n): return [dict(prompt=" ".join(WORDS[: 1 + i % 7]), completion=" ".join(WORDS[i % 5 :: 1 + i % 3])) for i in range(n)]
+
+
+# The end of a cell with a loop of its own; before it stand `torch`, `model` and `lr`
+LOOP = """
+opt = torch.optim.AdamW(model.parameters(), lr=lr)
+dl = torch.utils.data.DataLoader([torch.arange(3, 35) + i % 5 for i in range(32)], batch_size=2)
+model, opt, dl = accelerator.prepare(model, opt, dl)
+for i, b in enumerate(dl):
+    if i == 4: break
+    loss = model(input_ids=b, labels=b).loss
+    accelerator.backward(loss)
+    opt.step()
+    opt.zero_grad()
+    log(loss=loss)
+"""
 
 
 def free_port():
@@ -81,6 +113,13 @@ def wait(pids, timeout=120):
         os.kill(pids[r], signal.SIGKILL)
         os.waitpid(pids[r], 0)
     return left
+
+
+def tiny(rows, home, strategy, plan=(), **kw):
+    "Train 'tiny' for three steps, or as `kw` says"
+    from shardnb.plan.recipe import Recipe
+    base = dict(model="tiny", dataset=rows, strategy=strategy, nproc=2, micro_batch=2, global_batch=8, max_steps=3, max_length=64, learning_rate=1e-3, precision="fp32")
+    return train(Recipe(**{**base, **kw}), home=home, **dict(plan))
 
 
 def train(recipe, cell=None, inputs=None, timeout=120, home=None, **plan):

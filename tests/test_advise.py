@@ -6,6 +6,7 @@ import pytest
 from shardnb.plan.advise import OFFERED, Plan, advise, choose, communication, step_seconds, verdict
 from shardnb.plan.machine import Machine
 from shardnb.plan.memory import MemoryBreakdown, states
+from shardnb.plan.predict import reserve
 from shardnb.plan.problem import PlanError, RecipeError
 from shardnb.plan.recipe import Recipe
 from shardnb.plan.strategy import STRATEGIES, Strategy, settings
@@ -44,7 +45,7 @@ def predictor(machine, calls=None):
         tokens, h, width = r.micro_batch * r.max_length, f["hidden_size"], 4 if r.precision == "fp32" else 2
         extra = {"activations": tokens * h * width * (f["num_hidden_layers"] * (1 if r.activation_checkpointing else 17) + 17), "logits": tokens * f["vocab_size"] * (width + 8)}
         if "params" in s.shards: extra["gathered"] = (2 * (f["largest_layer"] + f["vocab_size"] * h) if s.reshard else f["total"]) * width
-        return MemoryBreakdown({**b.device, **extra}, b.host, "backward")
+        return MemoryBreakdown({**b.device, **extra}, b.host, "backward", band=reserve(b.peak + sum(extra.values()), b.peak, nproc) if machine.cuda else (0, 0))
     return predict
 
 
@@ -95,6 +96,12 @@ def test_offload_is_apart(name):
     assert t.sent == plain.sent and t.to_device and t.to_host and not plain.to_device and not t.disk
 
 
+def test_an_offloaded_gradient_goes_down_after_every_micro_batch():
+    "torch's foreach_reduce casts to the parameter's type, then copies"
+    P, kw = llama("llama-8b")["total"], dict(reduce_dtype="bfloat16")
+    assert [traffic("fsdp+param-cpu", accum=a, **kw).to_host for a in (1, 3)] == pytest.approx([P / 4 * 4, 3 * P / 4 * 4])
+
+
 # Time
 
 def test_time_of_compute():
@@ -116,9 +123,23 @@ def test_slower_links_cost_more_where_more_is_sent():
 
 def test_verdicts():
     m = Machine.preset("4xA100-80GB")
-    b = lambda d, h=0: MemoryBreakdown({"optimizer": int(d * GiB), "grads": 1}, {"optimizer": int(h * GiB)} if h else {})
-    assert [verdict(b(*x), m, 4)[0] for x in ((70,), (75,), (80,), (20, 170), (20, 190))] == ["yes", "tight", "no", "tight", "no"]
-    assert "mostly optimizer, 80 GiB" in verdict(b(80), m, 4)[1] and "host memory" in verdict(b(20, 190), m, 4)[1]
+    b = lambda d, h=0: MemoryBreakdown({"optimizer": int(d * GiB), "grads": 1}, {"optimizer": int(h * GiB)} if h else {}, band=(GiB, 6 * GiB))
+    assert [verdict(b(*x), m, 4)[0] for x in ((73,), (75,), (79,), (80,), (20, 170), (20, 190))] == ["yes", "tight", "no", "no", "tight", "no"]
+    assert "at least 81 GiB" in verdict(b(80), m, 4)[1] and "mostly optimizer, 80 GiB" in verdict(b(80), m, 4)[1] and "host memory" in verdict(b(20, 190), m, 4)[1]
+
+
+def test_a_verdict_reckons_with_the_upper_end_of_the_range():
+    m, b = Machine.preset("4xA100-80GB"), MemoryBreakdown({"activations": 70 * GiB}, band=(GiB, 10 * GiB))
+    assert b.worst == 80 * GiB and verdict(b, m, 4)[0] == "tight" and "70 GiB are allocated and 71 to 80 used" in verdict(b, m, 4)[1]
+    assert MemoryBreakdown.from_json(b.to_json() | {"margin": 5}) == b # a plan of an older version
+
+
+def test_what_an_offload_puts_on_a_disk_is_not_on_the_host():
+    m, b = Machine.preset("4xA100-80GB"), MemoryBreakdown({"params": 20 * GiB}, {"comm": 10 * GiB}, disk={"optimizer": 200 * GiB})
+    fits, why = verdict(b, m, 4)
+    assert fits == "yes" and "800 GiB of disk" in why
+    fits, why = verdict(b, Machine("a full disk", m.gpus, host_bytes=m.host_bytes, disk_bytes=500 * GiB), 4)
+    assert fits == "no" and "800 GiB to files" in why and "500 free" in why
 
 
 def test_on_a_cpu_offload_saves_nothing():

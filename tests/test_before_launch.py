@@ -10,8 +10,9 @@ import pytest
 import shardnb
 from shardnb.plan.problem import RecipeError, ShardnbError
 from shardnb.plan.recipe import Recipe
-from shardnb.run.handle import Run, train
+from shardnb.run.handle import Run
 from shardnb.run.rundir import RunDir
+from shardnb.run.start import train
 
 OK = dict(model="tiny", dataset="demo", nproc=2, max_steps=1)
 
@@ -86,7 +87,7 @@ def test_whoever_comes_second_puts_its_model_beside(home):
     assert [p.name for p in final.iterdir()] == ["adapter.safetensors"] and (home / "out" / "final-b" / "model.safetensors").exists()
     assert str(home / "out" / "final-b") in told and any("another run" in str(t) for t in told)
     worker("c", resumed="b").save_final(trainer)
-    assert sorted(p.name for p in final.iterdir()) == ["model.safetensors", "shardnb.json"] and sorted(p.name for p in (home / "out").iterdir()) == ["final", "final-b"]
+    assert sorted(p.name for p in final.iterdir()) == ["model.safetensors", "shardnb-tested.json", "shardnb.json"] and sorted(p.name for p in (home / "out").iterdir()) == ["final", "final-b"]
 
 
 @pytest.mark.parametrize("left", ["final", "checkpoint-20"])
@@ -150,7 +151,7 @@ def run(tmp_path, monkeypatch):
 def test_a_rank_that_there_is_not(rank, run):
     code, out, err = shell("logs", run.id, f"--rank={rank}")
     assert (code, out) == (2, "") and f"rank: '{rank}' is not a rank of run {run.id}; allowed: 0, 1, supervisor" in err and err.count("\n") == 1
-    from shardnb.ui.panel import log_html
+    from shardnb.ui.card import log_html
     for use in (lambda: run.logs(rank=rank), lambda: run.logs(rank=7), lambda: run.events("step", rank=rank), lambda: run.events(rank=7), lambda: log_html(run, 7)):
         with pytest.raises(ShardnbError, match="is not a rank of run"): use()
 

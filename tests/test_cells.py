@@ -1,6 +1,9 @@
 """The three kinds of cell under each engine: objects for a trainer, a ready trainer, a loop of its own."""
+import math
+
 import pytest
 import ranks
+from waiting import within
 
 STRATEGIES = ("ddp", "zero3", "fsdp")
 MODEL = """# %%shardtrain
@@ -19,18 +22,29 @@ from transformers import AutoTokenizer, DataCollatorForSeq2Seq, Trainer, Trainin
 args = TrainingArguments(per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=4, learning_rate=lr, logging_steps=1)
 trainer = Trainer(model=model, args=args, train_dataset=train_dataset, data_collator=DataCollatorForSeq2Seq(AutoTokenizer.from_pretrained(tiny)))
 """
-LOOP = """
+LOOP = ranks.LOOP.replace("log(loss=loss)", "log(loss=loss, where=i * 10)") + "answer, ranks_seen = float(loss), world_size\n"
+OWN = """# %%shardtrain
+import torch
+torch.manual_seed(0)
+class Block(torch.nn.Module):
+    def __init__(self): super().__init__(); self.up, self.down = torch.nn.Linear(32, 96), torch.nn.Linear(96, 32)
+    def forward(self, x): return x + self.down(self.up(x).relu())
+class Net(torch.nn.Module):
+    def __init__(self): super().__init__(); self.blocks, self.head = torch.nn.ModuleList(Block() for _ in range(3)), torch.nn.Linear(32, 1)
+    def forward(self, x):
+        for b in self.blocks: x = b(x)
+        return self.head(x)
+model = Net()
 opt = torch.optim.AdamW(model.parameters(), lr=lr)
-dl = torch.utils.data.DataLoader([torch.arange(3, 35) + i % 5 for i in range(32)], batch_size=2)
+g = torch.Generator().manual_seed(1)
+dl = torch.utils.data.DataLoader([torch.randn(32, generator=g) for _ in range(32)], batch_size=4)
 model, opt, dl = accelerator.prepare(model, opt, dl)
-for i, b in enumerate(dl):
-    if i == 4: break
-    loss = model(input_ids=b, labels=b).loss
+for x in dl:
+    loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
     accelerator.backward(loss)
     opt.step()
     opt.zero_grad()
-    log(loss=loss, where=i * 10)
-answer, ranks_seen = float(loss), world_size
+    log(loss=loss)
 """
 WRAPPERS = {"ddp": "DistributedDataParallel", "zero3": "DeepSpeedEngine", "fsdp": "FSDPModule"}
 
@@ -46,13 +60,30 @@ def go(cell, strategy, given, home, **kw):
     return ranks.train(Recipe(strategy=strategy, nproc=2, **kw), cell, given, home=home)
 
 
-LOSSES = {}
+KINDS = {  # cell, and what else the run is given
+    "objects": (MODEL + ROWS, dict(model="tiny", max_steps=4, micro_batch=2, grad_accum=2, learning_rate=1e-3)),
+    "trainer": (MODEL + ROWS + TRAINER, {}),
+    "loop": (MODEL + LOOP, dict(out=["answer", "ranks_seen"])),
+    "own": (OWN, {}),
+}
 
 
-def same(kind, run, strategy, n=4):
-    got = run.metrics.loss.tolist()
-    assert len(got) == n
-    assert LOSSES.setdefault(kind, got) == pytest.approx(got, rel=1e-4)
+@pytest.fixture(scope="module")
+def made(given, tmp_path_factory):
+    "A run of each kind of cell under each strategy, made once"
+    known = {}
+    def of(kind, strategy):
+        cell, kw = KINDS[kind]
+        if (kind, strategy) not in known: known[kind, strategy] = go(cell, strategy, given, tmp_path_factory.mktemp(kind), **kw)
+        return known[kind, strategy]
+    return of
+
+
+def same(run, strategy, plain, n=4):
+    "It has the losses of the plain run, which are no constant; and the strategy was in force"
+    got, want = run.metrics.loss.tolist(), plain.metrics.loss.tolist()
+    assert len(got) == n and got == pytest.approx(want, rel=1e-4)
+    assert all(map(math.isfinite, want)) and len(set(want)) == n
     assert {e["wrapper"] for e in run.events("effective")} == {WRAPPERS[strategy]}
     for rank in (0, 1):
         moments = set(run.memory.query(f"rank == {rank} and step == 2").moment)
@@ -60,21 +91,19 @@ def same(kind, run, strategy, n=4):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_objects(tmp_path, given, strategy):
-    run = go(MODEL + ROWS, strategy, given, tmp_path, model="tiny", max_steps=4, micro_batch=2, grad_accum=2, learning_rate=1e-3)
-    same("objects", run, strategy)
+def test_objects(made, strategy): same(made("objects", strategy), strategy, made("objects", "ddp"))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_trainer(tmp_path, given, strategy): same("trainer", go(MODEL + ROWS + TRAINER, strategy, given, tmp_path), strategy)
+def test_trainer(made, strategy): same(made("trainer", strategy), strategy, made("trainer", "ddp"))
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_loop(tmp_path, given, strategy):
-    run = go(MODEL + LOOP, strategy, given, tmp_path, out=["answer", "ranks_seen"])
-    same("loop", run, strategy)
+def test_loop(made, strategy):
+    run, plain = made("loop", strategy), made("loop", "ddp")
+    same(run, strategy, plain)
     assert [e["values"]["where"] for e in run.events("log")] == [0, 10, 20, 30]
-    assert run.result == dict(answer=pytest.approx(LOSSES["loop"][-1], rel=1e-4), ranks_seen=2)
+    assert run.result == dict(answer=pytest.approx(plain.metrics.loss.tolist()[-1], rel=1e-4), ranks_seen=2)
 
 
 def test_plain_cell_runs_on_every_rank(tmp_path, given):
@@ -101,45 +130,22 @@ def test_a_rank_that_shards_nothing_is_a_failure(tmp_path, given):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_model_of_one_s_own(tmp_path, given, strategy):
+def test_a_model_of_one_s_own(made, strategy):
     "A loop over a plain module, not one of transformers: its units and buckets are worked out on the ranks."
-    cell = """# %%shardtrain
-import torch
-torch.manual_seed(0)
-class Block(torch.nn.Module):
-    def __init__(self): super().__init__(); self.up, self.down = torch.nn.Linear(32, 96), torch.nn.Linear(96, 32)
-    def forward(self, x): return x + self.down(self.up(x).relu())
-class Net(torch.nn.Module):
-    def __init__(self): super().__init__(); self.blocks, self.head = torch.nn.ModuleList(Block() for _ in range(3)), torch.nn.Linear(32, 1)
-    def forward(self, x):
-        for b in self.blocks: x = b(x)
-        return self.head(x)
-model = Net()
-opt = torch.optim.AdamW(model.parameters(), lr=lr)
-g = torch.Generator().manual_seed(1)
-dl = torch.utils.data.DataLoader([torch.randn(32, generator=g) for _ in range(32)], batch_size=4)
-model, opt, dl = accelerator.prepare(model, opt, dl)
-for x in dl:
-    loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
-    accelerator.backward(loss)
-    opt.step()
-    opt.zero_grad()
-    log(loss=loss)
-"""
-    run = go(cell, strategy, given, tmp_path)
-    same("own", run, strategy)
+    run = made("own", strategy)
+    same(run, strategy, made("own", "ddp"))
     settings = run.events("effective")[0]["settings"]
     if strategy == "zero3": assert settings["zero_optimization"]["reduce_bucket_size"] < 10_000
     if strategy == "fsdp": assert settings["transformer_layer_cls_to_wrap"] == ["Block"]
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_whole_parameters_come_back(tmp_path, given, strategy):
+def test_whole_parameters_come_back(tmp_path, given, made, strategy):
     "A sharded parameter is gathered for `--out`, on all ranks; logging on rank 0 alone waits for nobody."
     cell = MODEL + LOOP.replace("    log(loss=loss, where=i * 10)", "    if rank == 0: log(loss=loss)") + "weight = next(p for n, p in model.named_parameters() if 'embed' in n)\n"
     run = go(cell, strategy, given, tmp_path, out=["weight"])
     assert list(run.result["weight"].shape) == [264, 64]
-    same("loop", run, strategy)
+    same(run, strategy, made("loop", "ddp"))
 
 
 def test_the_cell_s_eval_rows_are_used(tmp_path, given):
@@ -163,15 +169,11 @@ for _ in range(60):
 
 def test_a_stop_takes_no_more_than_the_step_that_is_going_on(tmp_path, monkeypatch):
     "Between steps of a second or more the ranks wait for the answer whether to stop"
-    import time
-
     import shardnb
     monkeypatch.setenv("SHARDNB_HOME", str(tmp_path))
     run = shardnb.train(shardnb.Recipe(strategy="ddp", nproc=2), cell=SLOW_LOOP)
     try:
-        end = time.monotonic() + 120
-        while len(run.metrics) < 3 and time.monotonic() < end: time.sleep(.05)
-        asked = len(run.metrics)
-        assert 3 <= asked and run.stop().wait(60).state == "stopped"
+        asked = within(120)(lambda: (n := len(run.metrics)) >= 3 and n)
+        assert run.stop().wait(60).state == "stopped"
         assert len(run.metrics) <= asked + 1
     finally: run.kill()

@@ -1,5 +1,6 @@
 "Tutorials show their pictures without a kernel; every command in README and docs is one that its parser takes, and the common ones run; the catalogue of errors is whole."
 import html
+import importlib.util
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -75,6 +77,32 @@ def test_the_catalogue_holds_every_known_text():
     assert len(told) > 5 and not [n for n in [ShardnbError.__name__, *told] if f"error-{n.lower()}" not in text], told
 
 
+def test_a_kept_output_is_not_taken_when_what_it_comes_from_has_changed(tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location("docs_build", ROOT / "docs" / "build.py")
+    spec.loader.exec_module(build := importlib.util.module_from_spec(spec))
+    there = [SimpleNamespace(name="torch", version="2.13.0")]
+    monkeypatch.setattr(build, "distributions", lambda: there)
+    seen = [build.surroundings(tmp_path)]
+    for name in ("shardnb/recipes/mine.yaml", "shardnb/plan/part.py", "nbs/plan/_cases.py"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("one")
+        seen.append(build.surroundings(tmp_path))
+        path.write_text("two")
+        seen.append(build.surroundings(tmp_path))
+        assert seen[-1] == build.surroundings(tmp_path)
+    there[0].version = "2.14.0"
+    seen.append(build.surroundings(tmp_path))
+    assert len(set(seen)) == len(seen) == 8
+
+
+def test_the_parts_of_the_suite_have_budgets(monkeypatch):
+    import suite
+    monkeypatch.setattr(suite, "PACE", 1)
+    assert sum(seconds for _, seconds in suite.PARTS.values()) < 25 * 60
+    assert suite.slow_tutorials(["01_first_sharded_finetune.ipynb: 181 secs", "04_choosing.ipynb: 180 secs", "01_sharding_settings.ipynb: 999 secs"]) == ["01_first_sharded_finetune.ipynb: 181 of 180 s"]
+
+
 def commands():
     "[(guide, line)]: what is written as a command, in fences and between backticks"
     found = []
@@ -91,7 +119,7 @@ def commands():
 def parsed(line):
     "A command as its own parser reads it"
     from shardnb.ui.cli import COMMANDS, command_parser
-    from shardnb.ui.magics import _EXTRA, _parser
+    from shardnb.ui.magics import _ABOUT, _parser
     from shardnb.ui.options import parse_options, recipe_of, split_line
     words = split_line(line)
     if words[0] == "shardnb":
@@ -99,8 +127,7 @@ def parsed(line):
         assert words[1] in COMMANDS, line
         ns = parse_options(command_parser(words[1]), words[2:]) if len(words) > 2 else None
     else:
-        name = words[0].lstrip("%")
-        if name not in _EXTRA: return   # %shardruns has no recipe
+        assert words[0].lstrip("%") in _ABOUT, line
         ns = parse_options(_parser(words[0]), words[1:])
     if ns is not None and not getattr(ns, "recipe", None) and getattr(ns, "id", None) is None and len(vars(ns)) > 2: recipe_of(ns)
 
@@ -122,9 +149,9 @@ def folder(tmp_path):
     return tmp_path
 
 
-def shardnb(folder, line, code=0):
+def shardnb(folder, line, code=0, limit=300):
     words = shlex.split(line)
-    r = subprocess.run([sys.executable, "-m", "shardnb.ui.cli", *words[1:]], cwd=folder, capture_output=True, text=True, env={**os.environ, "SHARDNB_HOME": str(folder / "home")}, timeout=300)
+    r = subprocess.run([sys.executable, "-m", "shardnb.ui.cli", *words[1:]], cwd=folder, capture_output=True, text=True, env={**os.environ, "SHARDNB_HOME": str(folder / "home")}, timeout=limit)
     assert r.returncode == code, f"{line}: {r.returncode}\n{r.stdout[-2000:]}{r.stderr[-2000:]}"
     return r.stdout
 
@@ -143,5 +170,5 @@ def test_the_commands_of_readme_run(folder):
 @pytest.mark.slow
 def test_the_demo_of_readme_runs(tmp_path):
     "The demo trains the real model and answers before and after; tests/browser/test_lab.py opens what `make lab` opens"
-    shardnb(tmp_path, "shardnb demo --folder pictures")
+    shardnb(tmp_path, "shardnb demo --folder pictures", limit=360)   # six minutes are what `make demo` may take
     assert list((tmp_path / "pictures").glob("*.png"))

@@ -14,9 +14,8 @@ SLACK = 2**19 # bytes: the C library's count holds autograd's own objects too
 def model(tmp_path_factory):
     "A Llama with 15.7M parameters, and rows that all have more tokens than fit."
     top = tmp_path_factory.mktemp("exact")
-    ranks.model_folder(top, dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=512, intermediate_size=1376, num_hidden_layers=4, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=64, vocab_size=4003, max_position_embeddings=512, tie_word_embeddings=False, pad_token_id=0, bos_token_id=1, eos_token_id=2))
-    (top / "rows.jsonl").write_text("\n".join(json.dumps(dict(prompt=f"count {i}", completion=" ".join(str((i * 7 + j) % 97) for j in range(300)))) for i in range(64)))
+    ranks.model_folder(top, ranks.LLAMA | dict(hidden_size=512, intermediate_size=1376, num_hidden_layers=4, num_attention_heads=8, num_key_value_heads=4, head_dim=64, vocab_size=4003))
+    ranks.rows_file(top, [dict(prompt=f"count {i}", completion=" ".join(str((i * 7 + j) % 97) for j in range(300))) for i in range(64)])
     return top
 
 

@@ -53,7 +53,7 @@ def test_measured_is_never_hatched():
 
 
 def test_html_is_escaped():
-    from shardnb.ui.panel import header_html
+    from shardnb.ui.card import header_html
     html = header_html(a_run())
     assert "<b>tiny</b>" not in html and "&lt;b&gt;tiny" in html
 

@@ -8,9 +8,10 @@ from trl import chat_template_utils as families
 
 from shardnb.plan.problem import RecipeError
 from shardnb.plan.recipe import Recipe
-from shardnb.run import data
+from shardnb.run import data, preview
+from shardnb.run.builtin import demo_problems
 from shardnb.run.formats import normalise
-from shardnb.run.models import demo_problems, load_tokenizer
+from shardnb.run.models import load_tokenizer
 
 TOKENS = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<bos>", "<start_of_turn>", "<end_of_turn>"]
 RECIPE = Recipe(model="tiny", dataset="demo", max_length=4096)
@@ -57,7 +58,7 @@ def runs(tok, row):
     "What is trained on, run by run"
     out = data.tokenize(tok, row, RECIPE)
     assert [a for a, b in zip(out["input_ids"], out["labels"]) if b not in (-100, a)] == []
-    return [t for t, on in data._pieces(tok, out["input_ids"], out["labels"]) if on], out
+    return [t for t, on in preview._pieces(tok, out["input_ids"], out["labels"]) if on], out
 
 
 @pytest.mark.parametrize("row", ROWS)
@@ -78,7 +79,7 @@ def test_labels_are_those_of_the_template_with_markers(tok, family, row):
     assert found == expected
     answers = [m["content"] for m in case["messages"][case["trained"]:] if m["role"] == "assistant"]
     assert found == [(a.strip() if family != "qwen2.5" else a) + end for a in answers]
-    shown = data._pieces(plain, out["input_ids"], out["labels"])   # what a preview shows
+    shown = preview._pieces(plain, out["input_ids"], out["labels"])   # what a preview shows
     assert "".join(t for t, _ in shown) == plain.decode(out["input_ids"])
 
 
@@ -109,8 +110,8 @@ def test_a_template_that_shows_no_answer_is_said(tok, tmp_path, monkeypatch):
     with pytest.raises(RecipeError, match="assistant_only_loss.*doesn't show where the assistant's answers begin"): data.load_rows(recipe, plain)
     ids = data.load_rows(recipe.replace(assistant_only_loss=False), plain)[0]
     assert ids[0]["labels"] == ids[0]["input_ids"]
-    monkeypatch.setattr(data, "load_tokenizer", lambda *a, **kw: plain)
-    shown = data.preview(recipe)
+    monkeypatch.setattr(preview, "load_tokenizer", lambda *a, **kw: plain)
+    shown = preview.preview(recipe)
     assert any("WARNING: the tokenizer's chat template doesn't show" in n for n in shown["notes"]) and not any(on for _, on in shown["rows"][0])
 
 
@@ -155,13 +156,13 @@ def test_smollm2(smollm2, row):
 def test_a_preview_shows_what_the_labels_say(tmp_path):
     recipe = Recipe(model="tiny", dataset=save(tmp_path, list(ROWS.values())), max_length=64)
     tok = load_tokenizer(recipe)
-    shown, kept = data.preview(recipe, n=3), data.load_rows(recipe, tok)[0]
+    shown, kept = preview.preview(recipe, n=3), data.load_rows(recipe, tok)[0]
     for row, want in zip(shown["rows"], kept):
-        assert row == data._pieces(tok, want["input_ids"], want["labels"])
+        assert row == preview._pieces(tok, want["input_ids"], want["labels"])
     lengths = [data.tokenize(tok, normalise({"messages": r["messages"]}, "messages"), recipe)["length"] for r in ROWS.values()]
     assert (shown["lengths"]["min"], shown["lengths"]["max"], shown["lengths"]["cut"]) == (min(lengths), max(lengths), sum(n > 64 for n in lengths))
-    assert data.preview_html(shown).count("<mark>") == sum(on for row in shown["rows"] for _, on in row) and len(shown["rows"]) == 3
-    assert f"{sum(n > 64 for n in lengths) / len(lengths):.0%} are cut at 64" in data.preview_text(shown)
+    assert preview.preview_html(shown).count("<mark>") == sum(on for row in shown["rows"] for _, on in row) and len(shown["rows"]) == 3
+    assert f"{sum(n > 64 for n in lengths) / len(lengths):.0%} are cut at 64" in preview.preview_text(shown)
 
 
 def test_modelscope_names_ask_for_its_package_and_become_folders(monkeypatch, tmp_path):
@@ -202,7 +203,7 @@ def test_tokenizing_a_large_file_takes_bounded_memory(tmp_path, packing):
 import json, re, sys, threading, time
 from pathlib import Path
 from shardnb.plan.recipe import Recipe
-from shardnb.run import data
+from shardnb.run import data, models
 peak = [0]
 def watch():   # memory of the process's own: files that are mapped don't count, the system takes their pages back
     while True:
@@ -214,7 +215,7 @@ path = f"{folder}/{n}.jsonl"
 with open(path, "w") as f:
     for i in range(n): f.write(json.dumps({"prompt": f"{i}? " + "why " * 100, "completion": "because " * 100}) + chr(10))
 r = Recipe(model="tiny", dataset=path, packing=packing, max_length=2048, eval_share=.01)
-train, held = data.load_rows(r, data.load_tokenizer(r))
+train, held = data.load_rows(r, models.load_tokenizer(r))
 assert packing or len(train) + len(held) == n
 print(peak[0])
 """

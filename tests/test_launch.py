@@ -7,38 +7,22 @@ import time
 from pathlib import Path
 
 import pytest
+from unruly import ENV, ended, stepping, tell
 from waiting import within
 
 from shardnb.plan.machine import Machine
 from shardnb.plan.recipe import Recipe
 from shardnb.run.event import EventReader
-from shardnb.run.handle import Run, attach, runs
+from shardnb.run.handle import Run
 from shardnb.run.launch import STALLED, LocalLauncher, Supervisor, alive, proc_id, rank_env
+from shardnb.run.registry import attach, runs
 from shardnb.run.rundir import RunDir, read_json
-
-ENV = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-
-
-@pytest.fixture
-def start(tmp_path, monkeypatch):
-    "Starts runs of tests/gloo_worker.py in a home of their own, and leaves no process behind"
-    monkeypatch.setenv("SHARDNB_HOME", str(tmp_path))
-    started = []
-
-    def go(steps=20, nproc=2, **test):
-        rundir = RunDir.create("model: tiny\n", plan={"strategy": "ddp", "nproc": nproc, "world_size": nproc, "env": ENV, "test": {"mode": "", "steps": steps, **test}})
-        LocalLauncher("gloo_worker").start(rundir)
-        started.append(Run(rundir))
-        return started[-1]
-    yield go
-    for run in started: run.kill()
 
 
 until = within(60)
 
 
-def training(run, step=1): return until(lambda: len(run.events("step", rank=0)) >= step and len(run.pids) == run.plan["nproc"] and run)
-def ended(run): return until(lambda: run.rundir.exit_path.exists()) and read_json(run.rundir.exit_path)
+def training(run, step=1): return stepping(run, step)
 def procs(run): return [{"pid": e["pid"], "create_time": e["create_time"]} for e in run.events("start")]
 def nothing_left(run): return not any(map(alive, [*procs(run), read_json(run.rundir.state_path)["supervisor"]]))
 
@@ -52,15 +36,9 @@ def test_a_run_ends_well_and_tells_it(start):
     until(lambda: nothing_left(run), 5)
 
 
-def test_noise_on_stderr_does_not_hang(start):
-    run = start(steps=5, noise=True)
-    assert ended(run)["state"] == "done"
-    for r in (0, 1): assert run.rundir.log_path(r).stat().st_size >= 2 << 20
-
-
 @pytest.mark.parametrize("nproc", [2, 3])
 def test_a_killed_rank_is_named_within_five_seconds(start, nproc):
-    run = training(start(steps=10_000, nproc=nproc), 3)
+    run = training(start(nproc=nproc), 3)
     before = procs(run)
     victim = run.pids[1]
     t = time.monotonic()
@@ -73,22 +51,22 @@ def test_a_killed_rank_is_named_within_five_seconds(start, nproc):
 
 
 def test_the_first_error_is_shown_not_the_one_that_followed(start):
-    run = start(mode="raise", rank=1)
+    run = start("raise ValueError('a bad batch')")
     assert ended(run)["state"] == "failed"
     assert (run.error.rank, run.error.cause, run.error.message, run.error.step) == (1, "ValueError", "ValueError: a bad batch", 3)
     assert "a bad batch" in run.error.traceback
 
 
 def test_a_rank_that_leaves_without_a_word(start):
-    run = start(mode="exit", rank=0)
+    run = start("os._exit(7)", rank=0)
     assert ended(run)["state"] == "failed"
     assert run.error.rank == 0 and "exit code 7" in run.error.message
 
 
 def test_a_deaf_rank_does_not_hold_up_the_end(start):
     "rank 1 ignores SIGTERM and sleeps; rank 0 is killed; torch elastic alone would wait 30 s"
-    run = start(mode="deaf", rank=1, steps=10_000)
-    until(lambda: len(run.events("step", rank=1)) >= 3)
+    run = start("import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); events.write('note', message='deaf'); time.sleep(600)")
+    until(lambda: run.events("note") and len(run.pids) == 2)
     t = time.monotonic()
     os.kill(run.pids[0], signal.SIGKILL)
     end = ended(run)
@@ -96,14 +74,17 @@ def test_a_deaf_rank_does_not_hold_up_the_end(start):
 
 
 def test_children_of_a_killed_rank_are_gone_too(start):
-    run = start(mode="child", rank=1)
+    run = start("import signal\nchild = os.posix_spawn(sys.executable, [sys.executable, '-c', 'import time; time.sleep(600)'], os.environ)\n"
+                "events.write('note', message='child', **proc_id(child)); until_told(); os.kill(os.getpid(), signal.SIGKILL)")
     child = until(lambda: run.events("note"))[0]
-    assert alive(child) and ended(run)["state"] == "failed"
+    assert alive(child)
+    tell(run)
+    assert ended(run)["state"] == "failed"
     assert not alive(child)
 
 
 def test_a_graceful_stop(start):
-    run = training(start(steps=10_000))
+    run = training(start())
     assert run.stop().state in ("stopping", "stopped")
     assert ended(run)["state"] == "stopped" and ended(run)["forced"] is None
     ends = run.events("end")
@@ -112,14 +93,14 @@ def test_a_graceful_stop(start):
 
 
 def test_a_stop_file_made_by_hand(start):
-    run = training(start(steps=10_000))
+    run = training(start())
     run.rundir.stop_path.write_text("{}")
     assert ended(run)["state"] == "stopped" and ended(run)["error"] is None
 
 
 def test_a_state_that_cannot_be_written_does_not_deafen_the_supervisor(start, monkeypatch):
     monkeypatch.setenv("SHARDNB_STOP_GRACE", "0.5")
-    run = training(start(mode="sleepy", steps=10_000, sleep=60))
+    run = training(start(sleep=60))
     run.rundir.state_path.unlink()
     run.rundir.state_path.mkdir()  # from here on replacing the file fails, as on a full disk
     log = until(lambda: "Error" in (text := run.rundir.log_path("supervisor").read_text()) and text)
@@ -144,7 +125,7 @@ def test_an_error_outside_the_worker_is_filed_under_the_last_phase(start, monkey
 
 def test_a_rank_that_stands_still_is_named(tmp_path):
     rundir = RunDir.create("model: tiny\n", plan={"nproc": 2}, home=tmp_path)
-    sup = Supervisor(rundir, "gloo_worker")
+    sup = Supervisor(rundir, "unruly_worker")
     sup.procs = {0: proc_id(), 1: proc_id()}
     assert sup.stalled() == []
     for r in (0, 1): rundir.beat(r, "training", 4)
@@ -167,7 +148,7 @@ def test_gpus_count_among_the_visible_ones(monkeypatch, visible, want):
 
 def test_a_stop_that_ranks_do_not_heed_is_forced(start, monkeypatch):
     monkeypatch.setenv("SHARDNB_STOP_GRACE", "0.5")
-    run = start(mode="sleepy", steps=10_000, sleep=60)
+    run = start(sleep=60)
     training(run)
     run.stop()
     end = ended(run)
@@ -176,14 +157,14 @@ def test_a_stop_that_ranks_do_not_heed_is_forced(start, monkeypatch):
 
 
 def test_kill(start):
-    run = training(start(steps=10_000))
+    run = training(start())
     mine = procs(run)
     assert run.kill().state == "stopped" and not any(map(alive, mine))
     assert ended(run)["forced"] == "SIGKILL"
 
 
 def test_ranks_die_with_their_supervisor(start, monkeypatch):
-    run = training(start(steps=10_000))
+    run = training(start())
     mine, state = procs(run), read_json(run.rundir.state_path)
     os.kill(state["supervisor"]["pid"], signal.SIGKILL)
     until(lambda: not any(map(alive, mine)), 5)
@@ -193,25 +174,28 @@ def test_ranks_die_with_their_supervisor(start, monkeypatch):
 
 
 def test_a_terminated_supervisor_says_so(start):
-    run = training(start(steps=10_000))
+    run = training(start())
     os.kill(read_json(run.rundir.state_path)["supervisor"]["pid"], signal.SIGTERM)
     assert ended(run)["state"] == "failed" and run.error.cause == "SIGTERM" and run.error.rank is None
     until(lambda: nothing_left(run), 5)
 
 
-def test_the_death_of_the_notebook_changes_nothing(start, tmp_path):
+def test_the_death_of_the_notebook_changes_nothing(tmp_path, monkeypatch):
     "A process starts a run, shares a process group with nobody, and is killed; the run goes on and its events are complete"
+    monkeypatch.setenv("SHARDNB_HOME", str(tmp_path))
     code = ("import sys, time; sys.path.insert(0, sys.argv[1])\n"
-            "from shardnb.run.rundir import RunDir; from shardnb.run.launch import LocalLauncher\n"
-            f"rd = RunDir.create('model: tiny\\n', plan={{'strategy': 'ddp', 'nproc': 2, 'env': {ENV!r}, 'test': {{'mode': '', 'steps': 60, 'sleep': .05}}}})\n"
-            "LocalLauncher('gloo_worker').start(rd); print(rd.id, flush=True); time.sleep(600)")
+            "from unruly import Started\n"
+            "print(Started().start('until_told()', steps=60).id, flush=True); time.sleep(600)")
     p = subprocess.Popen([sys.executable, "-c", code, str(Path(__file__).parent)], stdout=subprocess.PIPE, text=True, start_new_session=True)
     run = attach(p.stdout.readline().strip())
-    training(run, 3)
-    os.killpg(p.pid, signal.SIGKILL)
-    p.wait(), p.stdout.close()
-    seen = len(run.events("step", rank=0))
-    assert ended(run)["state"] == "done" and seen < 60
+    try:
+        training(run, 3)
+        os.killpg(p.pid, signal.SIGKILL)
+        p.wait(), p.stdout.close()
+        assert not run.ended
+        tell(run)
+        assert ended(run)["state"] == "done"
+    finally: run.kill()
     reader = EventReader(run.rundir.event_path(0))
     assert [e["step"] for e in reader.read() if e["kind"] == "step"] == list(range(1, 61)) and reader.bad == 0
     assert attach(run.id).metrics.equals(run.metrics)  # read anew and read bit by bit: the same
@@ -239,7 +223,7 @@ import sys
 from shardnb.run.launch import Supervisor
 from shardnb.run.rundir import RunDir
 rundir = RunDir(sys.argv[1])
-s = Supervisor(rundir, "gloo_worker")
+s = Supervisor(rundir, "unruly_worker")
 s._run_ranks = rundir.request_stop
 over = s._over.set
 def at_last(): s._obey(rundir.stop_requested()), over()

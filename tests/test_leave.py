@@ -9,8 +9,6 @@ import pytest
 import ranks
 
 ROOT = Path(__file__).resolve().parent.parent
-SHAPE = dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=264,
-             max_position_embeddings=512, tie_word_embeddings=False, pad_token_id=0, bos_token_id=1, eos_token_id=2)
 slow = pytest.mark.slow
 
 
@@ -19,7 +17,7 @@ def base(tmp_path_factory):
     "A small model with weights on the disk, as a hub would give it"
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
-    top = ranks.model_folder(tmp_path_factory.mktemp("leave") / "base", SHAPE)
+    top = ranks.model_folder(tmp_path_factory.mktemp("leave") / "base", ranks.LLAMA)
     torch.manual_seed(1)
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(top)).save_pretrained(top)
     return top
@@ -38,10 +36,7 @@ def outside(tmp_path_factory):
 
 def rows(top):
     "Rows of different lengths; their number is no multiple of a step's"
-    words = "shard gather reduce scatter rank layer bytes state moment bucket".split()
-    p = Path(top) / "rows.jsonl"
-    p.write_text("\n".join(json.dumps(dict(prompt=" ".join(words[: 1 + i % 7]), completion=" ".join(words[i % 5 :: 1 + i % 3]))) for i in range(27)))
-    return str(p)
+    return ranks.rows_file(top, ranks.ragged(27))
 
 
 def recipe(base, top, **kw):
@@ -79,7 +74,7 @@ def same_weights(a, b):
 CASES = [("fsdp", {}), *(pytest.param(s, k, marks=slow) for s, k in [
     ("ddp", {}), ("zero3", {}), ("zero2", {}), ("fsdp", dict(tuning="lora")), ("zero3", dict(tuning="lora")), ("ddp", dict(tuning="lora", lora_target_modules=["q_proj", "v_proj"])), ("zero3+optim-cpu", {}), ("fsdp-grad-op", {}),
     ("ddp", dict(precision="bf16")), ("fsdp", dict(precision="bf16")), ("fsdp", dict(precision="bf16", fp32_norms=True)), ("zero3", dict(precision="bf16")), ("fsdp", dict(packing=True, max_steps=4)),
-    ("zero1", dict(activation_checkpointing=True, tuning="lora"))])]
+    ("zero1", dict(activation_checkpointing=True, tuning="lora")), ("zero3", dict(lr_scheduler_type="polynomial"))])]
 
 
 @pytest.mark.parametrize("strategy,kw", CASES, ids=lambda x: x if isinstance(x, str) else "-".join(f"{k}={v}" for k, v in x.items()) or "full")
@@ -116,17 +111,7 @@ LOOP = """
 import torch
 from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained(base)
-opt = torch.optim.AdamW(model.parameters(), lr=1e-3)
-dl = torch.utils.data.DataLoader([torch.arange(3, 35) + i % 5 for i in range(32)], batch_size=2)
-model, opt, dl = accelerator.prepare(model, opt, dl)
-for i, b in enumerate(dl):
-    if i == 4: break
-    loss = model(input_ids=b, labels=b).loss
-    accelerator.backward(loss)
-    opt.step()
-    opt.zero_grad()
-    log(loss=loss)
-"""
+""" + ranks.LOOP
 
 
 @slow
@@ -136,7 +121,7 @@ def test_a_cell_goes_along(base, outside, tmp_path, kind, strategy):
     from shardnb.plan.recipe import Recipe
     kw = dict(model="tiny", micro_batch=2, grad_accum=1, max_steps=4, learning_rate=1e-3, precision="fp32") if kind == "objects" else {}
     cell = dict(objects=OBJECTS, trainer=TRAINER, loop=LOOP)[kind]
-    run = ranks.train(Recipe(strategy=strategy, nproc=2, **kw), cell, dict(hidden=64, base=base), home=tmp_path)
+    run = ranks.train(Recipe(strategy=strategy, nproc=2, **kw), cell, dict(hidden=64, base=base, lr=1e-3), home=tmp_path)
     print(kind, strategy, go_out(run, tmp_path / "project", outside)[0])
     assert "# ---- the cell, as it was run" in (tmp_path / "project/train.py").read_text()
 
@@ -199,15 +184,18 @@ import json, sys
 from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-base, folders, worst = sys.argv[1], sys.argv[2:], {}
+base, folders, worst, ids = sys.argv[1], sys.argv[2:], {}, torch.arange(3, 51)[None]
+with torch.no_grad(): untrained = AutoModelForCausalLM.from_pretrained(base).eval()(input_ids=ids).logits
 for f in map(Path, folders):
     if (f / "adapter_config.json").exists():
         from peft import PeftModel
         model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), f)
         assert all(p.numel() and p.abs().sum() > 0 for n, p in model.named_parameters() if "lora_B" in n)
     else: model = AutoModelForCausalLM.from_pretrained(f)
-    with torch.no_grad(): got = model.eval()(input_ids=torch.arange(3, 51)[None]).logits
-    worst[str(f)] = float((got - torch.load(f.parent / "live.pt")).abs().max())
+    with torch.no_grad(): got = model.eval()(input_ids=ids).logits
+    live = torch.load(f.parent / "live.pt")
+    assert (live - untrained).abs().max() > .1  # so that a folder with what it began with would be found out
+    worst[str(f)] = float((got - live).abs().max())
     AutoTokenizer.from_pretrained(f)
 print(json.dumps(worst))
 """
@@ -231,74 +219,6 @@ def test_what_is_saved_is_the_live_model(base, outside, tmp_path, wanted):
     worst = {folders[f]: d for f, d in json.loads(done.stdout.splitlines()[-1]).items()}
     print(worst)
     assert len(worst) == len(wanted) and max(worst.values()) <= 1e-5
-
-
-# ms-swift's presets by the facts of its 4.6 (`swift/config/*.json`): stage, offload, buckets; everything else `auto`
-def preset(stage, optim=None, param=None):
-    zero = dict(stage=stage, overlap_comm=False, contiguous_gradients=True, reduce_scatter=True, allgather_partitions=True, reduce_bucket_size=2e8, allgather_bucket_size=2e8)
-    if stage == 3:
-        zero = dict(stage=3, overlap_comm=False, contiguous_gradients=True, sub_group_size=1e9, reduce_bucket_size="auto", stage3_prefetch_bucket_size="auto", stage3_param_persistence_threshold="auto",
-                    stage3_max_live_parameters=1e9, stage3_max_reuse_distance=1e9, stage3_gather_16bit_weights_on_model_save=True, zero_quantized_weights=False, zero_quantized_gradients=False)
-        zero |= dict(offload_optimizer=dict(device="none", pin_memory=True), offload_param=dict(device="none", pin_memory=True))
-    if optim: zero["offload_optimizer"] = dict(device=optim, pin_memory=True)
-    if param: zero["offload_param"] = dict(device=param, pin_memory=True)
-    return dict(fp16=dict(enabled="auto", loss_scale=0, loss_scale_window=1000, initial_scale_power=16, hysteresis=2, min_loss_scale=1), bf16=dict(enabled="auto"), zero_optimization=zero, gradient_accumulation_steps="auto",
-                gradient_clipping="auto", steps_per_print=2000, train_batch_size="auto", train_micro_batch_size_per_gpu="auto", wall_clock_breakdown=False)
-
-
-PRESETS = {"zero0": (preset(0), "ddp"), "zero1": (preset(1), "zero1"), "zero2": (preset(2), "zero2"), "zero2_offload": (preset(2, "cpu"), "zero2+optim-cpu"), "zero3": (preset(3), "zero3"),
-           "zero3_offload": (preset(3, "cpu", "cpu"), "zero3+optim-cpu+param-cpu")}
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_ms_swift_s_presets_become_recipes(tmp_path, name):
-    "As a file, to the right strategy; complete settings come of it, which DeepSpeed accepts"
-    from shardnb.plan.override import validate_deepspeed
-    from shardnb.plan.recipe import Recipe
-    from shardnb.plan.strategy import settings
-    d, strategy = PRESETS[name]
-    (tmp_path / f"{name}.json").write_text(json.dumps(d))
-    r = Recipe.from_yaml(tmp_path / f"{name}.json")
-    assert r.strategy == strategy and any("auto" in n for n in r.notes)
-    assert (name == "zero0") == any("stage 0" in n for n in r.notes)
-    done = Recipe.from_yaml(r.replace(model="tiny", dataset="demo").to_yaml()).resolve(8, True, True)
-    facts = dict(hidden_size=4096, num_hidden_layers=32, vocab_size=128256, largest_layer=218112000, total=8030261248, trainable=8030261248, layer_classes=["LlamaDecoderLayer"])
-    full = settings(done.strategy, done, facts, 8, True)
-    assert (done.strategy, done.precision) == (strategy, "bf16")
-    if name == "zero0": return
-    z = full["deepspeed"]["zero_optimization"]
-    assert z["stage"] == d["zero_optimization"]["stage"] and not z["overlap_comm"] and "auto" not in json.dumps(full["deepspeed"])
-    assert z["stage3_max_live_parameters"] == 10**9 if z["stage"] == 3 else z["reduce_bucket_size"] == z["allgather_bucket_size"] == 2 * 10**8
-    assert validate_deepspeed(full["deepspeed"], 8) == []
-
-
-def test_accelerate_s_files_become_recipes(tmp_path):
-    import yaml
-
-    from shardnb.plan.problem import RecipeError
-    from shardnb.plan.recipe import Recipe
-    common = dict(compute_environment="LOCAL_MACHINE", debug=False, downcast_bf16="no", enable_cpu_affinity=False, machine_rank=0, main_training_function="main", mixed_precision="bf16", num_machines=1, rdzv_backend="static",
-                  same_network=True, tpu_env=[], tpu_use_cluster=False, tpu_use_sudo=False, use_cpu=False)
-    fsdp = common | dict(distributed_type="FSDP", num_processes=8, fsdp_config=dict(fsdp_version=2, fsdp_reshard_after_forward=True, fsdp_auto_wrap_policy="TRANSFORMER_BASED_WRAP", fsdp_offload_params=False,
-                         fsdp_transformer_layer_cls_to_wrap="LlamaDecoderLayer", fsdp_state_dict_type="FULL_STATE_DICT", fsdp_cpu_ram_efficient_loading=True, fsdp_activation_checkpointing=False))
-    zero = common | dict(distributed_type="DEEPSPEED", num_processes=4, deepspeed_config=dict(zero_stage=3, offload_optimizer_device="none", offload_param_device="none", gradient_accumulation_steps=8, gradient_clipping=1.0,
-                         zero3_init_flag=True, zero3_save_16bit_model=True, deepspeed_multinode_launcher="standard"))
-    found = {}
-    for name, d in dict(fsdp=fsdp, zero=zero).items():
-        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(d))
-        found[name] = Recipe.from_yaml(str(tmp_path / f"{name}.yaml"))
-    a, b = found["fsdp"], found["zero"]
-    assert (a.strategy, a.nproc, a.precision, a.fsdp_wrap, a.activation_checkpointing, a.fsdp_config) == ("fsdp", 8, "bf16", ["LlamaDecoderLayer"], False, dict(state_dict_type="FULL_STATE_DICT"))
-    assert (b.strategy, b.nproc, b.precision, b.grad_accum, b.max_grad_norm) == ("zero3", 4, "bf16", 8, 1.0)
-    for r in (a, b): r.replace(model="tiny", dataset="demo").resolve(8, True, True)
-    (tmp_path / "ds.json").write_text(json.dumps(preset(2, "cpu")))
-    c = Recipe.from_dict(common | dict(distributed_type="DEEPSPEED", num_processes=2, deepspeed_config=dict(deepspeed_config_file=str(tmp_path / "ds.json"))))
-    assert (c.strategy, c.nproc) == ("zero2+optim-cpu", 2) and c.notes
-    old = Recipe.from_dict(common | dict(distributed_type="FSDP", fsdp_config=dict(fsdp_sharding_strategy="SHARD_GRAD_OP", fsdp_use_orig_params=True, fsdp_transformer_layer_cls_to_wrap="A,B")))
-    assert (old.strategy, old.fsdp_wrap) == ("fsdp-grad-op", ["A", "B"]) and len(old.notes) == 2
-    with pytest.raises(RecipeError) as e:
-        Recipe.from_dict(common | dict(distributed_type="MEGATRON_LM", num_machines=2, mixed_precision="fp8", fsdp_confg={}))
-    assert [p.field for p in e.value.problems] == ["distributed_type", "mixed_precision", "num_machines", "fsdp_confg"]
 
 
 def test_our_own_accelerate_yaml_comes_back(tmp_path):
@@ -351,3 +271,126 @@ def test_nothing_is_overwritten(tmp_path):
     with pytest.raises(ShardnbError, match="has saved no model"):
         from shardnb.run.use import model_folder
         model_folder(run)
+
+
+def test_rows_whose_answer_the_template_hides_are_in_no_project(tmp_path):
+    from shardnb.plan.recipe import Recipe
+    from shardnb.run import export, models
+    from shardnb.run.script import prepare_text
+    user, assistant = (lambda t: dict(role="user", content=t)), (lambda t: dict(role="assistant", content=t))
+    shown, hidden = [user("1?"), assistant("one")], [user("1?"), assistant("one"), user("2?")]
+    (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(dict(messages=m)) for m in (hidden, shown, hidden)))
+    r = Recipe(model="tiny", dataset=str(tmp_path / "rows.jsonl"))
+    tok = models.load_tokenizer(r)
+    tok.chat_template = "{% for m in messages | reverse %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    tok.save_pretrained(tmp_path / "tokenizer")
+    text = prepare_text(r, "messages", 'with open("rows.jsonl") as f: yield from map(json.loads, f)')
+    assert export._same_tokens(r, tok, text, tmp_path) == 1
+
+
+def test_requirements_name_what_the_options_need(tmp_path):
+    from importlib import metadata
+    from types import SimpleNamespace
+
+    from shardnb.plan.recipe import Recipe
+    from shardnb.run.export import _requirements
+    r = Recipe(model="tiny", report_to=["mlflow"], optim="adamw_8bit", use_liger_kernel=True).model_copy(update=dict(attn_implementation="flash_attention_2"))
+    _requirements(SimpleNamespace(engine="ddp", peft=None, given=[], cell=None, quantization=None, libraries=("gptqmodel", "optimum"), recipe=r), tmp_path)
+    lines = (tmp_path / "requirements.txt").read_text().splitlines()
+    names = {line.partition("==")[0] for line in lines}
+    assert names >= {"mlflow", "bitsandbytes", "liger-kernel", "gptqmodel", "optimum"} and names & {"flash-attn", "kernels"} and f"torch=={metadata.version('torch').split('+')[0]}" in lines
+
+
+MADE = "train_dataset = [dict(prompt='1 + 1 is', completion='2')] * 8"
+OWN = MADE + "\nfrom transformers import AutoModelForCausalLM\nmodel = AutoModelForCausalLM.from_pretrained(base)"
+
+
+def ended(tmp_path, recipe, cell, **inputs):
+    "A run as its ranks would leave it: with a checkpoint whose adapter, or model, isn't the one that it began with"
+    import torch
+
+    from shardnb.run.cell import Cell
+    from shardnb.run.checkpoint import whole_folder
+    from shardnb.run.handle import Run
+    from shardnb.run.models import apply_peft, load_model, load_tokenizer
+    from shardnb.run.planner import plan_run
+    from shardnb.run.rundir import RunDir, write_json
+    plan = plan_run(recipe, Cell(cell), predict=False)
+    rundir = RunDir.create(plan["recipe"], cell, None, plan, tmp_path)
+    write_json(rundir.exit_path, dict(v=1, state="done", error=None))
+    model = apply_peft(load_model(recipe), recipe)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad: p += .02 * torch.randn_like(p)
+    with whole_folder(rundir.checkpoints_path / "checkpoint-3", 3, run=rundir.id) as part:
+        model.save_pretrained(part)
+        load_tokenizer(recipe).save_pretrained(part)
+    return Run(rundir), model.eval()
+
+
+@pytest.mark.parametrize("tuning", ["lora", "full", pytest.param("qlora", marks=slow)])
+def test_a_cell_that_only_makes_rows_trains_the_recipe_s_model(tmp_path, monkeypatch, tuning):
+    "So it can be loaded again as the recipe says it: with random weights of its seed, in 4 bits, and before training too"
+    import torch
+
+    from shardnb.plan.problem import ShardnbError
+    from shardnb.plan.recipe import Recipe
+    from shardnb.run import use
+    run, model = ended(tmp_path, Recipe(model="tiny", tuning=tuning, strategy="ddp", nproc=1, precision="fp32", lora_r=4), MADE)
+    assert run.plan["kind"] == "objects" and use.recipe_model(run)
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: None)
+    ids = torch.arange(3, 35)[None]
+    with torch.no_grad(): assert torch.allclose(use.load_trained(run)(input_ids=ids).logits, model(input_ids=ids).logits, atol=1e-5)
+    before, after = (use._answer(str(run.dir), [[dict(role="user", content="1 + 1?")]], 8, 0, 0, b) for b in (True, False))
+    assert before != after
+    if tuning == "lora":
+        use._merge(str(run.dir), tmp_path / "merged")
+        assert (tmp_path / "merged" / "model.safetensors").exists()
+    if tuning == "full":
+        with pytest.raises(ShardnbError, match="there is no adapter"): use._merge(str(run.dir), tmp_path / "merged")
+
+
+def test_a_model_that_merging_would_change_is_not_written(tmp_path, monkeypatch):
+    from shardnb.plan.problem import ShardnbError
+    from shardnb.plan.recipe import Recipe
+    from shardnb.run import use
+    run, _ = ended(tmp_path, Recipe(model="tiny", tuning="lora", strategy="ddp", nproc=1, precision="fp32", lora_r=4), MADE)
+    monkeypatch.setattr(use, "_NEAR", dict(float32=-1.))
+    with pytest.raises(ShardnbError, match="nothing was written: merged, the model differs"): use._merge(str(run.dir), tmp_path / "merged")
+    assert not [p for p in tmp_path.iterdir() if "merged" in p.name]
+
+
+def test_a_model_of_the_cell_s_own_is_not_taken_for_the_recipe_s(base, tmp_path):
+    from shardnb.plan.problem import ShardnbError
+    from shardnb.plan.recipe import Recipe
+    from shardnb.run import use
+    full, _ = ended(tmp_path, Recipe(model="tiny", strategy="ddp", nproc=1, precision="fp32"), OWN)
+    assert not use.recipe_model(full)
+    with pytest.raises(ShardnbError, match="the model before training was made by the cell"): use._loaded(str(full.dir), True)
+    lora, _ = ended(tmp_path, Recipe(model=base, tuning="lora", strategy="ddp", nproc=1, precision="fp32"), OWN)
+    assert type(use.load_trained(lora).get_base_model()).__name__ == "LlamaForCausalLM"
+    said = json.loads((use.model_folder(lora) / "adapter_config.json").read_text())
+    with pytest.raises(ShardnbError, match="made by the cell, and can't be loaded from 'nobody/has-it'"):
+        (tmp_path / "adapter_config.json").write_text(json.dumps(said | dict(base_model_name_or_path="nobody/has-it")))
+        use._base(lora, tmp_path)
+
+
+def test_an_interrupt_while_a_run_is_waited_for_stops_it(tmp_path, monkeypatch, capsys):
+    "Also between two waits; a second one is passed on. And the wait reads what is new, not the whole file again"
+    import socket
+    import time
+
+    from shardnb.run import use
+    from shardnb.run.event import EventWriter
+    from shardnb.run.handle import Run
+    from shardnb.run.rundir import RunDir, write_json
+    rundir = RunDir.create("model: tiny\n", plan={"strategy": "ddp"}, home=tmp_path)
+    write_json(rundir.state_path, dict(state="running", host=socket.gethostname(), heartbeat=time.time() + 60, supervisor=None, ranks={}))
+    EventWriter(rundir.event_path(0), 0).write("step", step=3, total_steps=9, loss=1.25)
+    run = Run(rundir)
+    monkeypatch.setattr(Run, "events", None)
+    assert use._far(run) == f"waiting for {run.id}: running, step 3 of 9, loss 1.25"
+    def interrupted(run): raise KeyboardInterrupt
+    monkeypatch.setattr(use, "_far", interrupted)
+    with pytest.raises(KeyboardInterrupt): use.wait_in_words(run)
+    assert rundir.stop_requested() and capsys.readouterr().out.count("Stopping") == 1

@@ -8,7 +8,8 @@ import json
 import pytest
 
 from shardnb.plan.machine import Machine
-from shardnb.plan.override import check_deepspeed, check_fsdp
+from shardnb.plan.fsdp import check_fsdp
+from shardnb.plan.override import check_deepspeed
 from shardnb.plan.problem import RecipeError
 from shardnb.plan.recipe import Recipe
 from shardnb.plan.strategy import Strategy
@@ -174,7 +175,7 @@ def give(how, x):
     elif how == STRAT: Strategy.parse(x)
     elif how == "Machine": Machine.preset(x)
     else:
-        problems = check_deepspeed(x, Recipe(), "zero3", 2)[1] if how == DS else check_fsdp(x, Recipe(), "fsdp")[1]
+        problems = check_deepspeed(x, Recipe(), "zero3")[1] if how == DS else check_fsdp(x, Recipe(), "fsdp")[1]
         if problems: raise RecipeError(problems)
 
 
@@ -208,7 +209,7 @@ def home(tmp_path_factory):
 @pytest.mark.parametrize("x,field,text", [t[1:] for t in PLANNED], ids=[t[0].replace(" ", "_") for t in PLANNED])
 def test_refused_before_a_rank_starts(x, field, text, folder, home, monkeypatch):
     "`plan_run` says it, and `train` raises the same without making a run"
-    from shardnb.run.handle import train
+    from shardnb.run.start import train
     from shardnb.run.planner import plan_run
     monkeypatch.setenv("SHARDNB_HOME", str(home))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")

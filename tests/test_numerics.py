@@ -1,34 +1,21 @@
 """The same seed and data give the same losses under every strategy and number of ranks as one process and a plain loop."""
-import json
-import shutil
-from pathlib import Path
-
 import pytest
 import ranks
 
 STEPS = 20
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3+optim-cpu", "fsdp", "fsdp-grad-op")
 SHAPES = {
-    "llama": dict(architectures=["LlamaForCausalLM"], model_type="llama", tie_word_embeddings=False),
-    "qwen2": dict(architectures=["Qwen2ForCausalLM"], model_type="qwen2", tie_word_embeddings=True),
+    "llama": ranks.LLAMA | dict(num_hidden_layers=3),
+    "qwen2": ranks.LLAMA | dict(num_hidden_layers=3, architectures=["Qwen2ForCausalLM"], model_type="qwen2", tie_word_embeddings=True),
 }
-SIZES = dict(hidden_size=64, intermediate_size=160, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, vocab_size=264, max_position_embeddings=512,
-             pad_token_id=0, bos_token_id=1, eos_token_id=2)
 
 
 @pytest.fixture(scope="session")
 def work(tmp_path_factory):
     "A folder with two tiny models and ragged rows: 43 of them, so that no number of ranks divides the last batch."
-    from shardnb.run.models import resolve_model
-    top, tok = tmp_path_factory.mktemp("numerics"), Path(resolve_model("tiny"))
-    for name, shape in SHAPES.items():
-        (top / name).mkdir()
-        for f in tok.iterdir():
-            if f.name != "config.json": shutil.copy(f, top / name)
-        (top / name / "config.json").write_text(json.dumps(SIZES | shape))
-    words = "shard gather reduce scatter rank layer bytes state moment bucket".split()
-    rows = [dict(prompt=" ".join(words[: 1 + i % 7]), completion=" ".join(words[i % 5 :: 1 + i % 3])) for i in range(43)]
-    (top / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    top = tmp_path_factory.mktemp("numerics")
+    for name, shape in SHAPES.items(): ranks.model_folder(top / name, shape)
+    ranks.rows_file(top, ranks.ragged(43))
     return top
 
 

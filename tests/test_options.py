@@ -1,23 +1,14 @@
-"""What the recipe's options do in a real run: precision, adapters, checkpointing, units, packing, evaluation, saving, resuming."""
-import json
-
+"""What the recipe's options do in a real run: precision, adapters, checkpointing, units, evaluation, saving, resuming."""
 import pytest
 import ranks
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
-    f = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    f.write_text("\n".join(json.dumps(dict(prompt=f"count to {i % 9}", completion=" ".join(map(str, range(i % 9))) or "none")) for i in range(24)))
-    return str(f)
+    return ranks.rows_file(tmp_path_factory.mktemp("rows"), ranks.counting(i % 9 for i in range(24)))
 
 
-def go(rows, home, strategy, plan=(), **kw):
-    from shardnb.plan.recipe import Recipe
-    return ranks.train(Recipe(**{**dict(model="tiny", dataset=rows, strategy=strategy, nproc=2, micro_batch=2, global_batch=8, max_steps=4, max_length=64, learning_rate=1e-3, precision="fp32"), **kw}),
-                       home=home, **dict(plan))
-
-
+def go(*args, **kw): return ranks.tiny(*args, **dict(max_steps=4) | kw)
 def fell(run): assert run.metrics.loss.iloc[-1] < run.metrics.loss.iloc[0]
 
 
@@ -47,9 +38,8 @@ def test_a_kept_unit_stays_gathered(rows, tmp_path):
 
 @pytest.mark.parametrize("strategy", ("ddp", pytest.param("zero3", marks=pytest.mark.slow), "fsdp"))
 def test_checkpointing_changes_memory_not_losses(tmp_path, strategy):
-    rows = tmp_path / "long.jsonl" # long enough that activations outweigh what checkpointing keeps
-    rows.write_text("\n".join(json.dumps(dict(prompt=f"count {i}", completion=" ".join(map(str, range(100))))) for i in range(24)))
-    plain, less = (go(str(rows), tmp_path, strategy, activation_checkpointing=on, max_length=256, micro_batch=4) for on in (False, True))
+    rows = ranks.rows_file(tmp_path, [dict(prompt=f"count {i}", completion=" ".join(map(str, range(100)))) for i in range(24)]) # long enough that activations outweigh what checkpointing keeps
+    plain, less = (go(rows, tmp_path, strategy, activation_checkpointing=on, max_length=256, micro_batch=4) for on in (False, True))
     held = [r.memory.query("moment == 'after_forward' and category == 'activations' and step == 3").groupby("rank").bytes.sum() for r in (plain, less)]
     assert (held[1] < .9 * held[0]).all(), held
     assert less.metrics.loss.tolist() == pytest.approx(plain.metrics.loss.tolist(), rel=1e-5)
@@ -68,17 +58,6 @@ def test_lora_trains_and_saves_a_full_adapter(rows, tmp_path, strategy, checkpoi
 
 @pytest.mark.parametrize("strategy", ("ddp", "fsdp"))
 def test_qlora(rows, tmp_path, strategy): fell(go(rows, tmp_path, strategy, tuning="qlora", lora_r=4, eval_share=.2, eval_steps=2))
-
-
-def test_packed_rows_don_t_see_each_other(tmp_path):
-    "24 rows of one length, packed into two, have the same tokens and the same loss as one by one."
-    rows = tmp_path / "even.jsonl"
-    rows.write_text("\n".join(json.dumps(dict(prompt=f"count to {i % 9}", completion=f"{i % 9} {i % 7} {i % 5}")) for i in range(24)))
-    single = go(str(rows), tmp_path, "ddp", max_length=512, max_steps=1, micro_batch=12, global_batch=24, warmup_steps=1)
-    tokens = int(single.metrics.tokens[0])
-    packed = go(str(rows), tmp_path, "ddp", packing=True, max_length=tokens // 2, max_steps=1, micro_batch=1, global_batch=2, warmup_steps=1)
-    assert tokens % 24 == 0 and packed.metrics.tokens[0] == tokens
-    assert packed.metrics.loss[0] == pytest.approx(single.metrics.loss[0], rel=1e-4)
 
 
 @pytest.mark.parametrize("strategy", ("zero1", pytest.param("zero3", marks=pytest.mark.slow), "fsdp"))

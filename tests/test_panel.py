@@ -15,10 +15,14 @@ from waiting import within
 
 from shardnb.run.event import EventWriter
 from shardnb.run.handle import Run
+from shardnb.run.rundir import RunDir
 from shardnb.ui import charts as C
+from shardnb.ui import front as F
 from shardnb.ui import panel as P
-from shardnb.ui.card import header_html, log_html, notes_html, shards_html, stall_html, summary
+from shardnb.ui.card import header_html, log_html, notes_html, settings_html, shards_html, stall_html, summary
 from shardnb.ui.figures import png
+from shardnb.ui.front import close_all
+from shardnb.ui.outlet import Outlet
 
 
 @pytest.fixture(scope="module", params=[1, 8], ids=["1 rank", "8 ranks"])
@@ -42,6 +46,7 @@ def panel(small):
 
 
 until = within(10, .02)
+VIEW = "application/vnd.jupyter.widget-view+json"
 
 
 # --- what is kept of a run, and what is read again ---
@@ -125,20 +130,15 @@ def test_a_hundred_thousand_steps_in_a_kernel(tmp_path, ranks):
     import sys
 
     import psutil
-    from jupyter_client.manager import KernelManager
+    from notebook_kernel import Kernel
     rundir = longrun.make(tmp_path, 100_000, ranks)
-    km = KernelManager(kernel_name="python3")
-    km.start_kernel(cwd=str(tmp_path))
-    kc = km.client()
+    kernel = Kernel(tmp_path)
     try:
-        kc.start_channels()
-        kc.wait_for_ready(60)
         longrun.alive(rundir, world_size=ranks)
-        said = lambda code, timeout=240: kc.execute_interactive(code, timeout=timeout, output_hook=lambda m: None)["content"]
-        me = psutil.Process(km.provisioner.pid)
-        assert said("import shardnb, pandas, numpy, ipywidgets, matplotlib.figure, matplotlib.backends.backend_agg")["status"] == "ok"
+        kc, me = kernel.kc, psutil.Process(kernel.pid)
+        kernel.run("import shardnb, pandas, numpy, ipywidgets, matplotlib.figure, matplotlib.backends.backend_agg")
         before = me.memory_info().rss
-        assert said(f"r = shardnb.attach({rundir.id!r}, {str(tmp_path)!r})\np = r.panel()\np.show()")["status"] == "ok"
+        kernel.run(f"r = shardnb.attach({rundir.id!r}, {str(tmp_path)!r})\np = r.panel()\np.show()", 240)
         writer = subprocess.Popen([sys.executable, "-c", WRITER, str(rundir.path), str(ranks)])
         time.sleep(3)
         while True:
@@ -164,9 +164,7 @@ def test_a_hundred_thousand_steps_in_a_kernel(tmp_path, ranks):
         share = (ended.user + ended.system - began.user - began.system) / wall
         print(f"\n{ranks} ranks, 100,000 steps: {100 * share:.1f} % of a core, {(top - before) / 1e6:.0f} MB more, {len(sent)} messages of at most {max(sent) / 1e3:.0f} kB, a header each {wall / max(len(html_t), 1):.2f} s; {left[0] / 1e3:.0f} kB are left")
         assert share < SHARE and top - before < GROWTH and max(sent) < UPDATE and left[0] < SAVED
-    finally:
-        kc.stop_channels()
-        km.shutdown_kernel(now=True)
+    finally: kernel.kill()
 
 
 WRITER = """
@@ -228,6 +226,14 @@ def test_the_two_peaks_are_told_apart(tmp_path):
     assert summary(run)["peak"] == 4 * 2**30 and "(after the second step; 4.00 GiB counts the first two)" in header_html(run)
 
 
+def test_settings_are_those_that_rank_0_read_back(tmp_path):
+    run = Run(RunDir.create("model: tiny\nnproc: 2\n", plan={"nproc": 2, "settings": {"planned": 1}}, home=tmp_path))
+    EventWriter(run.rundir.event_path(1), 1).write("effective", settings={"who": "rank 1"})
+    assert "asked for" in settings_html(run) and "planned" in settings_html(run)
+    EventWriter(run.rundir.event_path(0), 0).write("effective", settings={"who": "rank 0"})
+    assert "read back in rank 0" in settings_html(run) and "rank 1" not in settings_html(run)
+
+
 def test_text_from_outside_stays_text_and_short(small):
     bad = "<script>alert(1)</script>"
     w = EventWriter(small.rundir.event_path(1), 1)
@@ -254,6 +260,9 @@ def test_stop_is_a_file_and_kill_asks_once_more(panel, monkeypatch):
     p._refresh()
     assert p.kill.description == "Kill"   # nobody pressed again
     p.kill.click()
+    p.kill.click()
+    assert not killed and p.kill.description == "Really kill?"   # two clicks in one are no answer
+    p._sure -= 1
     p.kill.click()
     assert until(lambda: killed)[0] != threading.current_thread().name and p.kill.disabled   # not in the handler
     p.close()
@@ -290,26 +299,72 @@ def test_what_can_be_resumed(small):
     assert not P.resumable(small)                      # no step is left to do
 
 
-def test_resume_shows_the_new_run_where_the_button_was(panel, small, tmp_path, monkeypatch):
-    "The end leaves the static form and a button below; the button starts a run and gives its place to it"
-    p, below = panel(), []
+def shows(seen): return SimpleNamespace(update=lambda bundle, raw: seen.append(bundle))
+
+
+def test_resume_shows_the_new_run_where_the_button_was_and_so_on(panel, small, tmp_path, monkeypatch):
+    "The end leaves the static form and a button below; the button starts one run and gives its place to it, until that ends in the same way"
+    from ipywidgets.widgets.widget import _instances
+    longrun.undrawn(monkeypatch)
+    before = len(_instances)
+    p, below, kept, asked, go = panel(), [], [], [], threading.Event()
     checkpoint(small, 20)
-    p.below, p._keys = SimpleNamespace(update=lambda bundle, raw: below.append(bundle)), ("cell-1", small.id)
+    p.below = [shows(below), shows(kept)]
     longrun.ended(small.rundir, "stopped")
     assert p._refresh() == "stopped"
     p._finish()
-    assert "widget" not in str(panel.shown[-1].keys()) and p._bar in p.widget.children and p.stop not in p.widget.children and p._resume.description == "Resume" and "step 20" in p._resume.tooltip
-    assert "application/vnd.jupyter.widget-view+json" in below[-1]
+    box = p.room.box
+    resume = box.children[0].children[0]
+    assert VIEW not in panel.shown[-1] and VIEW in below[-1] and box in p.widget.children and p.buttons not in p.widget.children
+    assert resume.description == "Resume" and "step 20" in resume.tooltip
     new = Run(longrun.make(tmp_path / "more", 5, 1, params=2))
-    monkeypatch.setattr(Run, "resume", lambda self: new)
-    p._resume.click()
-    shown = until(lambda: P._PANELS.get("cell-1") if P._PANELS.get("cell-1") is not p else None, 30)
-    assert shown.run is new
-    until(lambda: new.id in below[-1]["text/plain"], 30)
-    assert shown.widget in p.widget.children and shown._keys == ("cell-1", new.id)
-    shown.close()
+    monkeypatch.setattr(Run, "resume", lambda self: asked.append(self.id) or (go.wait(10) and new))
+    resume.click()
+    resume.click()
+    go.set()
+    until(lambda: p.room.panel and p.room.panel._thread, 30)
+    assert asked == [small.id] and p.room.panel.run is new and box.children == (p.room.panel.widget,)
+    checkpoint(new, 3, 1)
+    longrun.ended(new.rundir, "stopped")
+    until(lambda: len(box.children) == 2, 30)
+    assert box.children[0].children[0].description == "Resume" and "step 3" in box.children[0].children[0].tooltip
+    until(lambda: kept and new.id in kept[-1]["text/html"])   # the notebook keeps that run, too
     p.close()
-    assert not P._PANELS and not P._OVER
+    assert not P._PANELS and not P._OVER and len(_instances) == before
+
+
+def test_resume_is_offered_wherever_a_stopped_run_is_shown(small, monkeypatch):
+    from ipywidgets.widgets.widget import _instances
+    shown = []
+    monkeypatch.setattr(P, "front", lambda: "live")
+    monkeypatch.setattr("IPython.display.display", lambda bundle, raw, display_id=None: shown.append(bundle) or shows(shown))
+    checkpoint(small, 20)
+    longrun.ended(small.rundir, "stopped")
+    P.show_panel(small)   # as attach(id).panel() and %shardruns ID do
+    assert VIEW not in shown[0] and "data:image/png" in shown[0]["text/html"]
+    box = _instances[shown[1][VIEW]["model_id"]]
+    assert box.children[0].children[0].description == "Resume"
+    longrun.undrawn(monkeypatch)
+    o = Outlet().open(small)   # as a table of runs does
+    assert o.box.children[0].children[0].description == "Resume" and "data:image/png" in o.box.children[1].value
+    o.close()
+    close_all(box)
+    n = len(shown)
+    P.show_panel(small, handle=shows(shown))
+    assert "data:image/png" in shown[n]["text/html"], "in place of 'planning …'"
+    close_all(_instances[shown[n + 1][VIEW]["model_id"]])
+
+
+def test_the_oldest_panels_keep_their_card_alone(panel, small, monkeypatch):
+    "Never blank: a page that was loaded anew since shows nothing but these widgets"
+    longrun.undrawn(monkeypatch)
+    monkeypatch.setattr(P, "_KEPT", 1)
+    longrun.ended(small.rundir)
+    made = [panel() for _ in range(2)]
+    for p in made: p.below = [shows([]), shows([])]; p._finish()
+    assert made[0].widget.children == (made[0].header,) and "done" in made[0].header.value and made[1].grid in made[1].widget.children
+    for p in made: p.close()
+    assert not P._OVER
 
 
 def test_what_goes_wrong_behind_a_button_is_said(panel, monkeypatch):
@@ -318,30 +373,75 @@ def test_what_goes_wrong_behind_a_button_is_said(panel, monkeypatch):
     def no(self): raise ShardnbError("rank <1> can't be ended")
     monkeypatch.setattr(Run, "kill", no)
     p.kill.click()
+    p._sure -= 1
     p.kill.click()
     until(lambda: "rank &lt;1&gt; can&#x27;t be ended" in p.said.value)
+    assert not p.kill.disabled and p.kill.description == "Kill"
+    def full(*_): raise OSError(28, "No space left on device")
+    for name, button in (("stop", p.stop), ("snapshot", p.snapshot)):
+        monkeypatch.setattr(Run, name, full)
+        p.said.value = ""
+        button.click()
+        assert "No space left" in p.said.value and not button.disabled
+    p.close()
+
+
+def test_a_slow_look_is_followed_by_a_short_pause(panel, monkeypatch):
+    "What is seen is never older than a second, though reading takes a part of it"
+    p = panel()
+    monkeypatch.setattr(P, "notes_html", lambda run: time.sleep(.6) or "")
+    p._told = None
+    p._refresh()
+    assert p._pause <= P._EVERY - .6
     p.close()
 
 
 # --- one panel of a run, one of a cell ---
 
-def test_a_panel_shown_again_closes_its_predecessor(small, monkeypatch):
+@pytest.fixture
+def cell(monkeypatch):
+    "Outputs of cells: what is displayed, and `cell(name)` to execute one (again)"
+    longrun.undrawn(monkeypatch)
+    at, shown = ["a", 0], []
+    monkeypatch.setattr("shardnb.ui.front._parent", lambda: {"metadata": {"cellId": at[0]}, "header": {"msg_id": str(at[1])}})
+    monkeypatch.setattr("IPython.display.display", lambda bundle, raw, display_id=None: shown.append(bundle) or shows(shown))
+    def execute(name): at[:] = [name, at[1] + 1]
+    execute.shown = shown
+    return execute
+
+
+def test_a_panel_shown_again_closes_its_predecessor(small, cell):
     from ipywidgets.widgets.widget import _instances
-    shown, cell = [], ["a"]
-    monkeypatch.setattr(P, "_cell_key", lambda: cell[0])
-    def display(bundle, raw, display_id): shown.append(bundle); return SimpleNamespace(update=lambda b, raw: shown.append(b))
-    monkeypatch.setattr("IPython.display.display", display)
-    before = len(_instances)
+    before, shown = len(_instances), cell.shown
     one = P.Panel(small).show()
-    assert "application/vnd.jupyter.widget-view+json" in shown[0] and {"text/html", "image/png", "text/plain"} <= set(shown[0])   # the static form is there from the beginning
-    two = P.Panel(small).show()   # the same cell, executed anew: its output is gone, so nothing is left there
-    assert one.widget is None and P._PANELS == {"a": two, small.id: two}
-    cell[0], n = "b", len(shown)
+    assert VIEW in shown[0] and {"text/html", "image/png", "text/plain"} <= set(shown[0])   # the static form is there from the beginning
+    cell("a")
+    two = P.Panel(small).show()   # the same cell, executed anew
+    assert one.widget is None and P._PANELS == {small.id: two}
+    cell("b")
+    n = len(shown)
     three = P.Panel(small).show()   # the same run in another cell: the first keeps its static form
-    assert two.widget is None and "application/vnd.jupyter.widget-view+json" not in shown[n] and "data:image/png" in shown[n]["text/html"] and P._PANELS["b"] is three
-    three.close()
+    assert two.widget is None and VIEW not in shown[n] and "data:image/png" in shown[n]["text/html"] and P._PANELS[small.id] is three
+    o = Outlet().open(small)   # and below a form
+    assert three.widget is None and VIEW not in shown[-1] and o.panel.widget in o.box.children
+    again = Outlet().open(small)   # below another one
+    assert len(o.box.children) == 1 and "data:image/png" in o.box.children[0].value
+    for x in (o, again): x.close()
     until(lambda: not any(p._thread.is_alive() for p in (one, two, three)))
-    assert not P._PANELS and len(_instances) == before   # a widget that isn't closed stays for ever
+    assert not P._PANELS and not F._OPEN and len(_instances) == before   # a widget that isn't closed stays for ever
+
+
+def test_a_cell_that_was_a_table_closes_it(small, cell, monkeypatch):
+    from shardnb.ui import runs as R
+    monkeypatch.setattr(R, "front", lambda: "live")
+    t = R.RunTable(small.dir.parent.parent)
+    t._ipython_display_()
+    p = P.Panel(small).show()
+    assert t.widget is not None, "both in one execution of the cell"
+    cell("a")
+    q = P.Panel(small).show()
+    assert t.widget is None and p.widget is None and t._end.is_set()
+    q.close()
 
 
 def test_a_panel_whose_run_is_deleted_says_so(panel):

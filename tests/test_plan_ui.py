@@ -405,3 +405,44 @@ def test_closing_a_form_leaves_no_widget():
     assert len(_instances) > before + 30
     p.close()
     assert len(_instances) == before
+
+
+def test_launch_is_open_when_the_run_has_ended_whoever_shows_it(monkeypatch, tmp_path):
+    import longrun
+
+    from shardnb.run.handle import Run
+    from shardnb.ui.outlet import Outlet
+    longrun.undrawn(monkeypatch)
+    run, starts, go = Run(longrun.make(tmp_path, 5, 1, params=2)), [], threading.Event()
+    monkeypatch.setattr("shardnb.run.start.train", lambda recipe: starts.append(recipe) or (go.wait(10) and run))
+    p = start(ask=lambda r, m: answers_to(r))
+    p.read(background=False)
+    p.launch.click()
+    p.launch.click()
+    p.read(background=False)
+    assert p.launch.disabled and "launching" in p.note.value
+    go.set()
+    assert until(lambda: p.outlet.panel and p.outlet.panel._thread and not p.note.value)
+    assert len(starts) == 1 and p.run is run and p.launch.disabled
+    other = Outlet().open(run)                                        # shown elsewhere: the form keeps the picture
+    assert "data:image/png" in p.outlet.box.children[0].value and p.launch.disabled
+    longrun.ended(run.rundir)
+    assert until(lambda: not p.launch.disabled)
+    other.close()
+    p.close()
+
+
+def test_a_form_outlives_its_run(tmp_path):
+    import shutil
+
+    import longrun
+
+    from shardnb.run.handle import Run
+    p = start(ask=lambda r, m: answers_to(r))
+    p.run = Run(longrun.make(tmp_path, 5, 1, params=2))
+    p.read(background=False)
+    assert p.launch.disabled
+    shutil.rmtree(p.run.dir)                                          # deleted, by a command or another notebook
+    p.read(background=False)
+    assert not p.launch.disabled and p.run is None and not p.problems.value
+    p.close()

@@ -10,12 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
+from unruly import ended, stepping, tell, until
 
 from shardnb.run import pool
-from shardnb.run.handle import Run
-from shardnb.run.launch import LocalLauncher
 from shardnb.run.process import alive, clean_env, proc_id
-from shardnb.run.rundir import RunDir, read_json
+from shardnb.run.rundir import read_json
 
 RANKS = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 
@@ -28,9 +27,7 @@ def folder():
         m.delenv("SHARDNB_POOL", raising=False)
         yield Path(top)
         pool.dismiss()
-        until = time.time() + 20
-        while pool.pools() and time.time() < until: time.sleep(.1)
-        assert not pool.pools()
+        until(lambda: not pool.pools(), 20)
 
 
 def said(tmp_path, code, name="said", env=(), **kw):
@@ -111,22 +108,13 @@ except ConnectionResetError: print("answer")"""
     assert done.stdout.strip() == "answer" and any("belongs to user 65534" in p.read_text() for p in folder.glob("*/*/log"))
 
 
-@pytest.fixture
-def start(tmp_path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
-    def go(steps=3):
-        rd = RunDir.create("model: tiny\n", plan={"nproc": 2, "env": RANKS | {"GLOO_SOCKET_IFNAME": "lo"}, "test": {"mode": "plain", "steps": steps}}, home=tmp_path)
-        LocalLauncher("gloo_worker").start(rd)
-        return Run(rd)
-    return go
-
-
+def go(start, do="", steps=3): return start(do, steps=steps, env=RANKS | {"GLOO_SOCKET_IFNAME": "lo"})
 def begin_of(run): return read_json(run.rundir.state_path)["start"]
 
 
 def test_a_run_is_forked_and_leaves_nothing(folder, start):
-    start(1).wait(60)  # fills the pool, if the tests before have ended it
-    run = start().wait(60)
+    go(start, steps=1).wait(60)  # fills the pool, if the tests before have ended it
+    run = go(start).wait(60)
     assert run.state == "done" and begin_of(run) == "warm" and len(run.events("start")) == 2
     assert not any(alive(p) for p in read_json(run.rundir.state_path)["ranks"].values())
 
@@ -138,27 +126,27 @@ def test_a_cold_start_works_and_says_why(folder, start, monkeypatch, tmp_path, w
         long = tmp_path / ("x" * 90)
         long.mkdir()
         monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
-    run = start().wait(60)
+    run = go(start).wait(60)
     assert run.state == "done" and begin_of(run).startswith("cold: ") and why in begin_of(run)
 
 
 def test_a_run_outlives_its_pool(folder, start):
-    run = start(60)
-    until = time.time() + 30
-    while not run.events("step") and time.time() < until: time.sleep(.05)
+    go(start, steps=1).wait(60)  # fills the pool
+    run = stepping(go(start, "until_told()", steps=10), 3)
+    assert begin_of(run) == "warm"
     for p in pool.pools(): os.kill(p["proc"]["pid"], signal.SIGKILL)
-    assert run.wait(60).state == "done"
-    assert start().wait(60).state == "done" and pool.pools()
+    tell(run)
+    assert ended(run, 60)["state"] == "done"
+    assert go(start).wait(60).state == "done" and pool.pools()
 
 
 def test_killed_while_it_waits_for_the_imports(folder, start):
     for p in pool.pools(): os.kill(p["proc"]["pid"], signal.SIGKILL)
-    run = start()
+    run = go(start)
     assert run.state == "starting" and begin_of(run) == "waiting for the imports"
     run.kill()
     assert run.state == "stopped"
-    said_it = time.time() + 60
-    while not any(p["ready"] for p in pool.pools()) and time.time() < said_it: time.sleep(.1)
+    until(lambda: any(p["ready"] for p in pool.pools()), 60)
     time.sleep(1)
     assert run.state == "stopped" and not run.events("start") and not run.pids
 

@@ -2,7 +2,6 @@
 import json
 import math
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,17 +12,13 @@ import ranks
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp")
 PHASES = {"forward", "backward", "step"}
-MODEL = dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=520, intermediate_size=1400, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4, head_dim=64,
-             vocab_size=1003, max_position_embeddings=512, tie_word_embeddings=False, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+MODEL = ranks.LLAMA | dict(hidden_size=520, intermediate_size=1400, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4, head_dim=64, vocab_size=1003)
 
 
 def make(top):
     "A Llama with 12.1M parameters and rows of 128 tokens."
-    from shardnb.run.models import resolve_model
-    for f in Path(resolve_model("tiny")).iterdir():
-        if f.name != "config.json": shutil.copy(f, top)
-    (top / "config.json").write_text(json.dumps(MODEL))
-    (top / "rows.jsonl").write_text("\n".join(json.dumps(dict(prompt=f"count {i}", completion=" ".join(map(str, range(i % 9, 60))))) for i in range(32)))
+    ranks.model_folder(top, MODEL)
+    ranks.rows_file(top, [dict(prompt=f"count {i}", completion=" ".join(map(str, range(i % 9, 60)))) for i in range(32)])
     return top
 
 

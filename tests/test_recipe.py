@@ -5,7 +5,8 @@ import json
 import pytest
 
 from shardnb.plan import override
-from shardnb.plan.override import check_deepspeed, check_fsdp, said_by, strategy_of, validate_deepspeed
+from shardnb.plan.fsdp import check_fsdp
+from shardnb.plan.override import check_deepspeed, said_by, strategy_of, validate_deepspeed
 from shardnb.plan.problem import RecipeError
 from shardnb.plan.recipe import Recipe, options_of, recipe_table
 from shardnb.plan.strategy import Strategy, settings, variants
@@ -279,7 +280,7 @@ def test_article_b_remedy_for_nan():
     "bf16.loss_scale does not exist, and the answer says where NaN comes from; with a comment in it, it isn't JSON either"
     d = copy.deepcopy(ARTICLE_B)
     d["bf16"]["loss_scale"] = 16384
-    _, (p,), _ = check_deepspeed(d, Recipe(), "zero3", 8)
+    _, (p,), _ = check_deepspeed(d, Recipe(), "zero3")
     assert p.field == "deepspeed.bf16.loss_scale" and p.nearest == "fp16.loss_scale" and "overlap_comm" in p.message and "-100" in p.message
     with pytest.raises(RecipeError, match="line 2, column .*JSON has no // comments"):
         Recipe(deepspeed='{"bf16": {"enabled": true,\n "loss_scale": 16384 // raise it\n}}').resolve(2)
@@ -319,6 +320,25 @@ def test_ms_swift_presets_load(name, tmp_path):
     assert ("stage3_max_live_parameters" in s["deepspeed"]["zero_optimization"]) == (r.strategy[4] == "3")
 
 
+@pytest.mark.parametrize("name", PRESETS)
+def test_ms_swift_presets_become_recipes(name, tmp_path):
+    "As a file, to the right strategy; complete settings come of it, which DeepSpeed accepts"
+    d, strategy = PRESETS[name]
+    (tmp_path / f"{name}.json").write_text(json.dumps(d))
+    r = Recipe.from_yaml(tmp_path / f"{name}.json")
+    assert r.strategy == strategy and any("auto" in n for n in r.notes)
+    assert (name == "zero0") == any("stage 0" in n for n in r.notes)
+    done = Recipe.from_yaml(r.replace(model="tiny", dataset="demo").to_yaml()).resolve(8, True, True)
+    facts = dict(hidden_size=4096, num_hidden_layers=32, vocab_size=128256, largest_layer=218112000, total=8030261248, trainable=8030261248, layer_classes=["LlamaDecoderLayer"])
+    full = settings(done.strategy, done, facts, 8, True)
+    assert (done.strategy, done.precision) == (strategy, "bf16")
+    if name == "zero0": return
+    z = full["deepspeed"]["zero_optimization"]
+    assert z["stage"] == d["zero_optimization"]["stage"] and not z["overlap_comm"] and "auto" not in json.dumps(full["deepspeed"])
+    assert z["stage3_max_live_parameters"] == 10**9 if z["stage"] == 3 else z["reduce_bucket_size"] == z["allgather_bucket_size"] == 2 * 10**8
+    assert validate_deepspeed(full["deepspeed"], 8) == []
+
+
 def test_ms_swift_fsdp2_preset():
     p = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"activation_checkpointing": True, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "cpu_ram_efficient_loading": True,
@@ -327,6 +347,32 @@ def test_ms_swift_fsdp2_preset():
     assert r.activation_checkpointing is True
     f = settings("fsdp", r, SMOL, 2)["fsdp"]
     assert f["cpu_ram_efficient_loading"] and f["state_dict_type"] == "SHARDED_STATE_DICT" and f["activation_checkpointing"] is False
+
+
+def test_accelerate_s_files_become_recipes(tmp_path):
+    import yaml
+    common = dict(compute_environment="LOCAL_MACHINE", debug=False, downcast_bf16="no", enable_cpu_affinity=False, machine_rank=0, main_training_function="main", mixed_precision="bf16", num_machines=1, rdzv_backend="static",
+                  same_network=True, tpu_env=[], tpu_use_cluster=False, tpu_use_sudo=False, use_cpu=False)
+    fsdp = common | dict(distributed_type="FSDP", num_processes=8, fsdp_config=dict(fsdp_version=2, fsdp_reshard_after_forward=True, fsdp_auto_wrap_policy="TRANSFORMER_BASED_WRAP", fsdp_offload_params=False,
+                         fsdp_transformer_layer_cls_to_wrap="LlamaDecoderLayer", fsdp_state_dict_type="FULL_STATE_DICT", fsdp_cpu_ram_efficient_loading=True, fsdp_activation_checkpointing=False))
+    zero = common | dict(distributed_type="DEEPSPEED", num_processes=4, deepspeed_config=dict(zero_stage=3, offload_optimizer_device="none", offload_param_device="none", gradient_accumulation_steps=8, gradient_clipping=1.0,
+                         zero3_init_flag=True, zero3_save_16bit_model=True, deepspeed_multinode_launcher="standard"))
+    found = {}
+    for name, d in dict(fsdp=fsdp, zero=zero).items():
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(d))
+        found[name] = Recipe.from_yaml(str(tmp_path / f"{name}.yaml"))
+    a, b = found["fsdp"], found["zero"]
+    assert (a.strategy, a.nproc, a.precision, a.fsdp_wrap, a.activation_checkpointing, a.fsdp_config) == ("fsdp", 8, "bf16", ["LlamaDecoderLayer"], False, dict(state_dict_type="FULL_STATE_DICT"))
+    assert (b.strategy, b.nproc, b.precision, b.grad_accum, b.max_grad_norm) == ("zero3", 4, "bf16", 8, 1.0)
+    for r in (a, b): r.replace(model="tiny", dataset="demo").resolve(8, True, True)
+    (tmp_path / "ds.json").write_text(json.dumps(preset(2, "cpu")))
+    c = Recipe.from_dict(common | dict(distributed_type="DEEPSPEED", num_processes=2, deepspeed_config=dict(deepspeed_config_file=str(tmp_path / "ds.json"))))
+    assert (c.strategy, c.nproc) == ("zero2+optim-cpu", 2) and c.notes
+    old = Recipe.from_dict(common | dict(distributed_type="FSDP", fsdp_config=dict(fsdp_sharding_strategy="SHARD_GRAD_OP", fsdp_use_orig_params=True, fsdp_transformer_layer_cls_to_wrap="A,B")))
+    assert (old.strategy, old.fsdp_wrap) == ("fsdp-grad-op", ["A", "B"]) and len(old.notes) == 2
+    with pytest.raises(RecipeError) as e:
+        Recipe.from_dict(common | dict(distributed_type="MEGATRON_LM", num_machines=2, mixed_precision="fp8", fsdp_confg={}))
+    assert [p.field for p in e.value.problems] == ["distributed_type", "mixed_precision", "num_machines", "fsdp_confg"]
 
 
 # Traps, one by one: (JSON entry, strategy, field that is named, words in the message)
@@ -367,7 +413,7 @@ TRAPS = [
 
 @pytest.mark.parametrize("d,strategy,field,words", TRAPS, ids=[t[2] + "-" + t[3].replace(" ", "_") for t in TRAPS])
 def test_trap(d, strategy, field, words):
-    _, problems, _ = check_deepspeed(d, Recipe(), strategy, 2)
+    _, problems, _ = check_deepspeed(d, Recipe(), strategy)
     assert [p.field for p in problems] == ["deepspeed." + field]
     assert words in problems[0].message
     assert problems[0].allowed or problems[0].nearest
@@ -387,7 +433,7 @@ NOTED = [
 
 @pytest.mark.parametrize("d,strategy,words", NOTED, ids=[n[2].replace(" ", "_") for n in NOTED])
 def test_no_effect_is_said(d, strategy, words):
-    _, problems, notes = check_deepspeed(d, Recipe(), strategy, 2)
+    _, problems, notes = check_deepspeed(d, Recipe(), strategy)
     assert problems == [] and len(notes) == 1 and words in notes[0]
 
 
@@ -500,7 +546,7 @@ def test_trackers():
         with pytest.raises(RecipeError, match="pip install dvclive"): Recipe(report_to="dvclive").resolve(2)
     from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
-    from shardnb.plan.recipe import _TRACKERS
+    from shardnb.plan.contradiction import _TRACKERS
     assert set(_TRACKERS) == set(INTEGRATION_TO_CALLBACK)
 
 

@@ -9,8 +9,7 @@ import ranks
 
 from shardnb.plan.recipe import Recipe
 
-CONFIG = dict(model_type="llama", architectures=["LlamaForCausalLM"], vocab_size=512, hidden_size=64, intermediate_size=136, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-              max_position_embeddings=256, attention_dropout=0., tie_word_embeddings=True)
+CONFIG = ranks.LLAMA | dict(vocab_size=512, intermediate_size=136, attention_dropout=0., tie_word_embeddings=True)
 AT, STEPS = 4, 8 # the checkpoint is of the first step of the second epoch
 LORA = dict(tuning="lora", lora_r=4, lora_dropout=0.)
 PAIRS = [("ddp", 1, "zero1", 2), ("ddp", 2, "zero3", 4), ("ddp", 4, "fsdp", 2), ("zero1", 2, "zero1", 4), ("zero1", 4, "ddp", 1), ("zero2", 2, "fsdp", 4), ("zero2", 4, "zero3+optim-cpu", 2),
@@ -23,7 +22,7 @@ def top(tmp_path_factory):
     "A model without dropout, and 21 rows: 3 steps of 8 in an epoch, the last one filled up"
     top = tmp_path_factory.mktemp("anywhere")
     ranks.model_folder(top / "model", CONFIG)
-    (top / "rows.jsonl").write_text("\n".join(json.dumps(dict(prompt=f"count to {i}", completion=" ".join(map(str, range(i))) or "nothing")) for i in range(1, 22)))
+    ranks.rows_file(top, ranks.counting(range(1, 22)))
     return top
 
 

@@ -2,19 +2,27 @@
 import io
 import json
 import os
+import shutil
 import subprocess
+import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 from ipywidgets.widgets.widget import _instances
+from waiting import within
 
 import shardnb
 from shardnb.plan.recipe import Recipe
-from shardnb.run.handle import Run, saved_outside
+from shardnb.run.handle import Run
+from shardnb.run.registry import saved_outside
 from shardnb.run.process import proc_id
 from shardnb.run.rundir import RunDir, write_json
 from shardnb.ui.cli import main
 from shardnb.ui.runs import RunTable
+
+
+until = within(10, .02)
 
 
 @pytest.fixture(autouse=True)
@@ -133,16 +141,85 @@ def test_buttons_belong_to_runs():
     t.refresh()
     assert t._lines[old.id] is line and list(t.list.children) == [t._lines[new.id].box, line.box]
     line.buttons["delete"].click()
-    assert t._asked == old.id and t.list.children[2] is t.ask and "for good" in t.question.value
+    assert t._asked == ("delete", old.id) and t.list.children[2] is t.ask and "for good" in t.question.value
     made(None)
     t.refresh()
     assert t.list.children[3] is t.ask, "the question stays with its run"
     t._lines[new.id].buttons["stop"].click()
     assert new.rundir.stop_requested() and t._lines[new.id].buttons["stop"].description == "Kill"
     t.yes.click()
-    end = time.monotonic() + 5
-    while old.id in t._lines and time.monotonic() < end: time.sleep(.02)
-    assert not old.dir.exists() and "is deleted" in t.said.value and old.id not in t._lines
+    until(lambda: old.id not in t._lines)
+    assert not old.dir.exists() and "is deleted" in t.said.value
+    t.close()
+
+
+def running(run):
+    write_json(run.rundir.state_path, {"host": "x", "heartbeat": time.time(), "supervisor": None, "state": "running", "ranks": {}})
+    return run
+
+
+def table():
+    t = RunTable().build()
+    t.refresh()
+    return t
+
+
+def test_a_double_click_on_stop_kills_nothing(monkeypatch):
+    killed, run = [], running(made(None))
+    monkeypatch.setattr(Run, "kill", lambda self: killed.append(threading.current_thread()))
+    t = table()
+    stop = t._lines[run.id].buttons["stop"]
+    stop.click()
+    stop.click()
+    assert run.rundir.stop_requested()["how"] == "graceful" and not killed and t.ask in t.list.children and "by force" in t.question.value and t.yes.description == "Kill it"
+    t.no.click()
+    assert t.ask not in t.list.children and not killed
+    stop.click()
+    t.yes.click()
+    assert until(lambda: killed)[0] is not threading.current_thread()
+    stop.click()
+    write_json(run.rundir.exit_path, {"state": "stopped", "error": None, "summary": {}})
+    t.refresh()
+    assert t.ask not in t.list.children, "nobody is asked about a run that has ended meanwhile"
+    t.close()
+
+
+def test_resume_pressed_twice_starts_one_run(monkeypatch):
+    old, new, asked, go = made("stopped"), made("done"), [], threading.Event()
+    monkeypatch.setattr(Run, "resume", lambda self: asked.append(self.id) or (go.wait(10) and new))
+    t = table()
+    for _ in range(2): t._lines[old.id].buttons["resume"].click()
+    go.set()
+    until(lambda: t.outlet.showing == new.id)
+    assert asked == [old.id]
+    t.close()
+
+
+def test_a_table_shown_again_moves(monkeypatch):
+    from shardnb.ui import runs as R
+    made()
+    shown = []
+    monkeypatch.setattr(R, "front", lambda: "live")
+    monkeypatch.setattr("IPython.display.display", lambda bundle, raw, display_id=None: SimpleNamespace(update=lambda b, raw: shown.append(b)))
+    t, before = RunTable(every=.01), len(_instances)
+    t._ipython_display_()
+    n = len(_instances)
+    t._ipython_display_()
+    assert len(_instances) == n and any("widget" not in str([*b]) and "done" in b["text/html"] for b in shown)
+    until(lambda: sum(x.name == "shardnb runs" for x in threading.enumerate()) == 1)
+    t.close()
+    until(lambda: not any(x.name == "shardnb runs" for x in threading.enumerate()))
+    assert len(_instances) == before
+
+
+def test_a_button_of_a_run_that_is_gone_says_so():
+    run = running(made(None))
+    t = table()
+    line = t._lines[run.id]
+    shutil.rmtree(run.dir)
+    for n in ("stop", "delete"):
+        line.buttons[n].click()
+        assert run.id in t.said.value
     t.close()
 
 
@@ -162,7 +239,5 @@ def test_a_run_that_cannot_be_resumed_says_why_below_the_table():
     t = RunTable().build()
     t.refresh()
     t._lines[run.id].buttons["resume"].click()
-    end = time.monotonic() + 10
-    while "no complete checkpoint" not in t.said.value and time.monotonic() < end: time.sleep(.05)
-    assert "no complete checkpoint" in t.said.value
+    until(lambda: "no complete checkpoint" in t.said.value)
     t.close()

@@ -93,20 +93,20 @@ def test_a_second_sigterm_leaves_at_once(training):
 
 def test_before_the_launch(monkeypatch, capsys):
     "A signal while the run is planned: nothing was started, and it is said"
-    from shardnb.run import handle
+    from shardnb.run import start
     from shardnb.ui.cli import main
-    monkeypatch.setattr(handle, "train", lambda *a, **kw: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(5))
+    monkeypatch.setattr(start, "train", lambda *a, **kw: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(5))
     assert main(["train", *LONG]) == 143
     assert "before anything was launched" in capsys.readouterr().err
 
 
 def test_an_interrupt_in_the_middle_of_a_launch_leaves_no_run(monkeypatch, tmp_path):
     from shardnb.plan.recipe import Recipe
-    from shardnb.run import handle
+    from shardnb.run import start
     monkeypatch.setenv("SHARDNB_HOME", str(tmp_path))
     def interrupted(self, rundir): raise KeyboardInterrupt
-    monkeypatch.setattr(handle.LocalLauncher, "start", interrupted)
-    with pytest.raises(KeyboardInterrupt): handle._start(Recipe(model="tiny"), None, {"strategy": "ddp", "nproc": 1}, None)
+    monkeypatch.setattr(start.LocalLauncher, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt): start._start(Recipe(model="tiny"), None, {"strategy": "ddp", "nproc": 1}, None)
     assert RunDir.list(tmp_path)[0].stop_requested()["how"] == "kill"
 
 

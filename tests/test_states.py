@@ -1,8 +1,7 @@
 """Bytes of params, grads and optimizer, measured in every rank at the end of backward, against each engine's closed form."""
-import json
-
 import pytest
 import ranks
+from marks import slow
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "zero3+optim-cpu")
 STATES = ("params", "grads", "optimizer")
@@ -12,9 +11,8 @@ STATES = ("params", "grads", "optimizer")
 def wide(tmp_path_factory):
     "A Llama with 9.0M parameters: 10 bytes each under ZeRO-3 on two ranks in fp32, so at least 85 MiB of states everywhere. 1003 rows of vocabulary don't divide."
     top = tmp_path_factory.mktemp("wide")
-    ranks.model_folder(top, dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=520, intermediate_size=1400, num_hidden_layers=2, num_attention_heads=8,
-        num_key_value_heads=4, head_dim=64, vocab_size=1003, max_position_embeddings=512, tie_word_embeddings=False, pad_token_id=0, bos_token_id=1, eos_token_id=2))
-    (top / "rows.jsonl").write_text("\n".join(json.dumps(dict(prompt=f"count {i}", completion=" ".join(map(str, range(i % 9))) or "none")) for i in range(16)))
+    ranks.model_folder(top, ranks.LLAMA | dict(hidden_size=520, intermediate_size=1400, num_attention_heads=8, num_key_value_heads=4, head_dim=64, vocab_size=1003))
+    ranks.rows_file(top, ranks.counting(i % 9 for i in range(16)))
     return top
 
 
@@ -42,9 +40,6 @@ def check(wide, home, strategy, nproc=2, **kw):
     assert not off, off
     assert total >= 50 * 2**20 or kw.get("tuning") == "lora"
     return run
-
-
-def slow(*values): return pytest.param(*values, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)

@@ -11,3 +11,8 @@ def within(seconds, every=.05):
             time.sleep(every)
         raise AssertionError(f"not within {timeout} s")
     return until
+
+
+def word(rundir):
+    "The file by which a test gives ranks that wait for its word that word; beside the run's folder, in which there is only what the run wrote"
+    return rundir.path.with_name(f"{rundir.path.name}.told")

@@ -1,6 +1,7 @@
 "Models and machines that the notebooks about plans try their arithmetic on: no torch, no planner."
 from shardnb.plan.machine import Machine
 from shardnb.plan.memory import MemoryBreakdown, states
+from shardnb.plan.predict import reserve
 from shardnb.plan.recipe import Recipe
 from shardnb.plan.strategy import Strategy, settings
 
@@ -39,7 +40,7 @@ def predictor(machine):
         per_layer = 1 if r.activation_checkpointing else 17
         extra = {"activations": tokens * h * width * (f["num_hidden_layers"] * per_layer + 17), "logits": tokens * f["vocab_size"] * (width + 8)}
         if "params" in s.shards: extra["gathered"] = (2 * (f["largest_layer"] + f["vocab_size"] * h) if s.reshard else f["total"]) * width
-        return MemoryBreakdown({**b.device, **extra}, b.host, "backward")
+        return MemoryBreakdown({**b.device, **extra}, b.host, "backward", band=reserve(b.peak + sum(extra.values()), b.peak, nproc) if machine.cuda else (0, 0))
     return predict
 
 

@@ -11,9 +11,9 @@ __all__ = ['is_accelerate', 'accelerate_fields']
 from .problem import Problem, RecipeError, nearest, unknown_word
 from .strategy import _parse_strategy
 
-# %% ../../nbs/plan/04a_accelerate.ipynb #5bbfc9ec
+# %% ../../nbs/plan/04a_accelerate.ipynb #7e197c3c
 _SHARDING = {"FULL_SHARD": "fsdp", "SHARD_GRAD_OP": "fsdp-grad-op", "NO_SHARD": "ddp", "HYBRID_SHARD": "hsdp", "HYBRID_SHARD_ZERO2": "hsdp"}
-_NUMBERED = dict(enumerate(_SHARDING, 1))  # older files number the words
+_NUMBERED = {str(i): w for i, w in enumerate(_SHARDING, 1)}  # older files number the words
 _FSDP_NOTES = {"cpu_ram_efficient_loading": "loading follows the strategy", "sync_module_states": "it is FSDP1's", "use_orig_params": "it is FSDP1's", "backward_prefetch": "it is FSDP1's", "forward_prefetch": "it is FSDP1's",
                "backward_prefetch_policy": "it is FSDP1's", "activation_checkpointing_offload": "activations are computed again, and not sent to the host", "min_num_params": "layers are wrapped by their class"}
 
@@ -21,10 +21,10 @@ def _true(v): return v is True or str(v).strip().lower() in ("true", "yes", "1")
 
 def _fsdp(c, notes, problems):
     "The recipe's fields for an `fsdp_config`"
-    f, out = {k.removeprefix("fsdp_"): v for k, v in c.items() if v is not None}, {}
+    f, out = {str(k).removeprefix("fsdp_"): v for k, v in c.items() if v is not None}, {}
     word = f.pop("sharding_strategy", None)
     reshard = f.pop("reshard_after_forward", None)
-    word = _NUMBERED.get(word, word) or (reshard if str(reshard).upper() in _SHARDING else None)
+    word = _NUMBERED.get(str(word), word) or (reshard if str(reshard).upper() in _SHARDING else None)
     name = _SHARDING.get(str(word).upper()) if word is not None else "fsdp" if reshard is None or _true(reshard) else "fsdp-grad-op"
     if name is None: problems.append(unknown_word("fsdp_config.fsdp_sharding_strategy", word, _SHARDING))
     if str(f.pop("version", 1)) == "1" and name != "ddp": notes.append("fsdp_version 1: shardnb shards with FSDP2, the same parts of the same layers")
@@ -42,40 +42,49 @@ def _fsdp(c, notes, problems):
 
 def _default(v): return v in (None, False, 0, "no", "NO", "none", "false", "", [], {})
 
-# %% ../../nbs/plan/04a_accelerate.ipynb #4e355845
+# %% ../../nbs/plan/04a_accelerate.ipynb #beb059b5
 _DS_NOTES = {"zero3_init_flag": "loading follows the strategy", "zero3_save_16bit_model": "the final model is always a whole one", "deepspeed_multinode_launcher": "shardnb starts ranks itself", "deepspeed_hostfile": "shardnb runs on one machine",
              "deepspeed_exclusion_filter": "gpus says which GPUs", "deepspeed_inclusion_filter": "gpus says which GPUs", "deepspeed_moe_layer_cls_names": "MoE blocks are found in the model"}
 
+_STAGE = ("zero_stage", "offload_optimizer_device", "offload_param_device", "offload_optimizer_nvme_path", "offload_param_nvme_path")
 def _deepspeed(c, notes, problems):
     "The recipe's fields for a `deepspeed_config`"
     from shardnb.plan.document import read_json
     from shardnb.plan.dialect import deepspeed_fields
     d, out = {k: v for k, v in c.items() if v not in (None, "auto")}, {}
-    if file := d.pop("deepspeed_config_file", None):
-        found, bad = read_json(file, "deepspeed_config.deepspeed_config_file")
+    beside = {k: d.pop(k) for k in _STAGE if k in d}
+    file = d.pop("deepspeed_config_file", None)
+    if file and file != "none":
+        notes += [f"deepspeed_config.{k} has no effect: deepspeed_config_file says it, and Accelerate refuses both" for k in beside]
+        found, bad = read_json(file, "deepspeed_config.deepspeed_config_file") if isinstance(file, str) else (None, [Problem("deepspeed_config.deepspeed_config_file", file, f"{file!r} is not a path", "a JSON file")])
         problems += bad
         if not bad:
             try: out, more = deepspeed_fields(found)
             except RecipeError as e: problems += e.problems
             else: notes += more
     else:
-        stage, name = d.pop("zero_stage", 2), "ddp"
-        if str(stage) not in "0123" or isinstance(stage, bool): problems.append(Problem("deepspeed_config.zero_stage", stage, f"{stage!r} is not a stage", "0, 1, 2, 3"))
+        stage, name = beside.get("zero_stage", 2), "ddp"
+        if str(stage) not in ("0", "1", "2", "3"): problems.append(Problem("deepspeed_config.zero_stage", stage, f"{stage!r} is not a stage", "0, 1, 2, 3"))
         elif str(stage) != "0": name = f"zero{stage}"
         for part, key in (("optim", "optimizer"), ("param", "param")):
-            if (place := d.pop(f"offload_{key}_device", "none")) in ("cpu", "nvme"):
+            place = beside.get(f"offload_{key}_device", "none")
+            if place not in ("none", "cpu", "nvme"): problems.append(unknown_word(f"deepspeed_config.offload_{key}_device", place, ("none", "cpu", "nvme"), "a place to offload to"))
+            elif place != "none":
                 if _parse_strategy(f"{name}+{part}-{place}")[0]: name += f"+{part}-{place}"
                 else: notes.append(f"deepspeed_config.offload_{key}_device {place}: {name} has no such offload, and DeepSpeed would do nothing")
-            if (path := d.pop(f"offload_{key}_nvme_path", None)) and place == "nvme": out["nvme_path"] = path
+            if (path := beside.get(f"offload_{key}_nvme_path")) and place == "nvme": out["nvme_path"] = path
         out["strategy"] = name
     for k, ours in (("gradient_accumulation_steps", "grad_accum"), ("gradient_clipping", "max_grad_norm")):
-        if k in d: out[ours] = d.pop(k)
+        if k not in d: continue
+        v = d.pop(k)
+        if out.get(ours, v) != v: problems.append(Problem(f"deepspeed_config.{k}", v, f"{out[ours]!r} stands in deepspeed_config_file", "one of the two"))
+        else: out[ours] = v
     for k, v in d.items():
-        if k not in _DS_NOTES: problems.append(Problem(f"deepspeed_config.{k}", v, "Accelerate has no such setting", None, nearest(k, [*_DS_NOTES, "zero_stage", "offload_optimizer_device", "offload_param_device", "deepspeed_config_file"])))
+        if k not in _DS_NOTES: problems.append(Problem(f"deepspeed_config.{k}", v, "Accelerate has no such setting", None, nearest(k, [*_DS_NOTES, *_STAGE, "deepspeed_config_file"])))
         elif not _default(v) and not (k.startswith("zero3_") or v == "standard"): notes.append(f"deepspeed_config.{k}: {_DS_NOTES[k]}")
     return out
 
-# %% ../../nbs/plan/04a_accelerate.ipynb #9e8ed6c0
+# %% ../../nbs/plan/04a_accelerate.ipynb #2aeb258a
 _KINDS = {"NO": "ddp", "MULTI_GPU": "ddp", "MULTI_CPU": "ddp", "DEEPSPEED": "deepspeed", "FSDP": "fsdp"}
 _READ = ("compute_environment", "distributed_type", "mixed_precision", "num_processes", "num_machines", "gpu_ids", "deepspeed_config", "fsdp_config")
 _OTHER = {"machine_rank": "there is one machine", "main_process_ip": "ranks meet on this machine", "main_process_port": "ranks meet on this machine", "rdzv_backend": "", "same_network": "", "main_training_function": "", "use_cpu": "the machine decides",
@@ -89,7 +98,7 @@ def is_accelerate(
     "Whether a mapping is an Accelerate configuration"
     return isinstance(d, dict) and ("distributed_type" in d or "compute_environment" in d)
 
-def _whole(name, v, problems):
+def _processes(name, v, problems):
     if isinstance(v, int) and not isinstance(v, bool) and v > 0: return v
     problems.append(Problem(name, v, f"{v!r} is not a number of processes", "a whole number"))
 
@@ -102,14 +111,15 @@ def accelerate_fields(
     if d.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE": problems.append(Problem("compute_environment", d["compute_environment"], "shardnb runs on this machine", "LOCAL_MACHINE", "LOCAL_MACHINE"))
     if kind not in _KINDS: problems.append(unknown_word("distributed_type", d.get("distributed_type"), _KINDS, "a kind that shardnb runs"))
     c = {"DEEPSPEED": "deepspeed_config", "FSDP": "fsdp_config"}.get(kind)
-    if c: out |= {"deepspeed_config": _deepspeed, "fsdp_config": _fsdp}[c](d.get(c) or {}, notes, problems)
+    if c and not isinstance(d.get(c) or {}, dict): problems.append(Problem(c, d[c], f"{d[c]!r} is not a mapping", "a mapping"))
+    elif c: out |= {"deepspeed_config": _deepspeed, "fsdp_config": _fsdp}[c](d.get(c) or {}, notes, problems)
     else: out["strategy"] = "ddp"
     word = d.get("mixed_precision")
     word = "no" if word is False else word  # YAML's own reading of a bare no
     if word in ("no", "bf16", "fp16"): out.setdefault("precision", {"no": "fp32"}.get(word, word))
     elif word is not None: problems.append(unknown_word("mixed_precision", word, ("no", "bf16", "fp16"), "a precision that shardnb trains in"))
     if d.get("num_machines", 1) not in (1, "1"): problems.append(Problem("num_machines", d["num_machines"], "shardnb runs on one machine", "1", "1"))
-    if kind == "NO" or "num_processes" in d: out["nproc"] = _whole("num_processes", d.get("num_processes", 1), problems)
+    if kind == "NO" or "num_processes" in d: out["nproc"] = _processes("num_processes", d.get("num_processes", 1), problems)
     ids = d.get("gpu_ids")
     if ids not in (None, "all", ""): out["gpus"] = [x.strip() for x in str(ids).split(",")] if not isinstance(ids, list) else ids
     for k, v in d.items():

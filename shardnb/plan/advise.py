@@ -130,7 +130,7 @@ def _rules(ways, rows, best):
             _size_rule(ways, rows, best, "ZeRO-3 with offload for models above 13B", size > 13e9, "zero3+optim-cpu+param-cpu"),
             *filter(None, (_bucket_rule(ways, n) for n in ("zero2", "zero3")))]
 
-# %% ../../nbs/plan/08_advise.ipynb #2d4ed426
+# %% ../../nbs/plan/08_advise.ipynb #db34b99b
 @dataclass
 class Plan:
     "Every strategy for one recipe and machine, side by side, with a recommendation."
@@ -154,29 +154,32 @@ class Plan:
         plain = Strategy.parse(name).name
         if plain not in self.breakdowns: raise PlanError(f"{plain} is not in this plan; it has {', '.join(self.breakdowns)}")
         return self.breakdowns[plain]
-    def row(self, name) -> dict: # of `rows`
+    def row(self,
+        name: str, # of a strategy in any usual spelling, or a label such as 'ddp, 1 rank'
+    ) -> dict:     # of `rows`; a `PlanError` says what there is, a `RecipeError` that it isn't a strategy
         "The row of a strategy, or of a label."
         found = next((r for r in self.rows if name == r["label"]), None) or next((r for r in self.rows if Strategy.parse(name).name == r["label"]), None)
         if found is None: raise PlanError(f"{name} is not in this plan; it has {', '.join(self)}")
         return found
 
-# %% ../../nbs/plan/08_advise.ipynb #0d090e2d
+# %% ../../nbs/plan/08_advise.ipynb #0e7b4d82
 _COLUMNS = ["strategy", "fits", "peak_bytes", "host_bytes", "limit_bytes", "comm_bytes_per_step", "relative_step_time", "largest", "why"]
 def _table(self): # a DataFrame
     "The rows as a table, bytes as numbers."
     import pandas as pd
     parts = [k for k in CATEGORIES if k not in ("reserved", "context")]
-    return pd.DataFrame([{**{k: r[k] for k in _COLUMNS}, "strategy": r["label"], **{k: r[k] for k in ("worst_bytes", "checkpointing", "nproc")},
+    return pd.DataFrame([{**{k: r[k] for k in _COLUMNS}, "strategy": r["label"], **{k: r[k] for k in ("worst_bytes", "checkpointing", "nproc")}, "disk_bytes": r.get("disk_bytes", 0),
                           "suggestion": r["suggestion"]["words"] if r["suggestion"] else "", **{k: r.get(k, 0) for k in parts}} for r in self.rows])
 Plan.table = property(_table)
 
 def _cells(self):
     "The rows as text: header first."
     limit = self.rows[0]["limit_bytes"] if self.rows else 0
-    out = [["", "strategy", "fits", f"peak of {_gib(limit)} GiB", "worst", "host", "sends GiB", "time", "largest", "what would help"]]
+    disk = any(r.get("disk_bytes") for r in self.rows) # a plan of an older version has none
+    out = [["", "strategy", "fits", f"peak of {_gib(limit)} GiB", "worst", "host", *(["disk"] if disk else []), "sends GiB", "time", "largest", "what would help"]]
     for r in self.rows:
         out.append(["▸" if r["label"] == self.best_label else "", r["label"], r["fits"], _gib(r["peak_bytes"]), _gib(r["worst_bytes"]),
-                    _gib(r["host_bytes"]) if r["host_bytes"] else "", _gib(r["comm_bytes_per_step"]), f"{r['relative_step_time']:.2f}",
+                    _gib(r["host_bytes"]) if r["host_bytes"] else "", *([_gib(r["disk_bytes"]) if r["disk_bytes"] else ""] if disk else []), _gib(r["comm_bytes_per_step"]), f"{r['relative_step_time']:.2f}",
                     r["largest"] or "", r["suggestion"]["words"] if r["suggestion"] else ""])
     return out
 def _repr(self):
@@ -206,7 +209,7 @@ def _from_json(cls, d) -> Plan:
     return cls(**{**known, "breakdowns": {k: MemoryBreakdown.from_json(b) for k, b in d["breakdowns"].items()}})
 Plan.to_json, Plan.from_json = _to_json, classmethod(_from_json)
 
-# %% ../../nbs/plan/08_advise.ipynb #d09c3413
+# %% ../../nbs/plan/08_advise.ipynb #4ef86c5d
 def _link_note(ways):
     link = ways.machine.link
     if ways.link: return f"ranks send {ways.link / 1e9:.3g} GB/s, as measured"
@@ -222,6 +225,7 @@ def _notes_of(ways):
     if ways.nproc > 1: out.append(_link_note(ways))
     if ways.facts.get("moe_classes"): out.append("every expert is counted as computing every token: times are too long for a mixture of experts")
     if m.cuda and not m.bf16 and r.precision == "fp32": out.append(f"{m.gpus[0].name} has no bf16, so this is fp32: precision fp16 would use its tensor cores")
+    if m.assumption: out.append(m.assumption)
     if ways.nproc == 1: out.append("one rank has nothing to shard with: only an offload makes a difference to ddp")
     if not m.cuda: out.append("without a GPU everything is in host memory, and an offload saves nothing")
     return out + [f"{n} is left out: {why}" for n, why in ways.refused.items()]
@@ -244,14 +248,14 @@ def _public(row):
     s = row["suggestion"]
     return {**row, "suggestion": {k: v for k, v in s.items() if k != "row"} if s else None}
 
-# %% ../../nbs/plan/08_advise.ipynb #7f96e046
+# %% ../../nbs/plan/08_advise.ipynb #5609ec7d
 def advise(
     recipe,            # a `Recipe`; a strategy in it doesn't restrict the plan
     machine,           # a `Machine`
     facts: dict,       # about the recipe's model
-    predict,           # called with (recipe, strategy, nproc), returns a `MemoryBreakdown`; `RecipeError` or `PlanError` leaves a way out
+    predict,           # called with (the recipe resolved for this way, strategy, nproc), returns a `MemoryBreakdown`; `RecipeError` or `PlanError` leaves a way out
     measured_link: float=None, # bytes per second that a rank was measured to send in a collective
-) -> Plan:
+) -> Plan:             # a `RecipeError` where the recipe itself can't run on the machine, a `PlanError` where no way can be predicted
     "Every strategy side by side, and which one to take."
     ways = _Ways(recipe, machine, facts, predict, measured_link)
     main = _main_rows(ways)
@@ -280,7 +284,7 @@ def _share(ways, row):
     host = row["host_bytes"] * row["nproc"] / ways.machine.host_bytes if ways.machine.cuda and ways.machine.host_bytes else 0
     return max(row["worst_bytes"] / row["limit_bytes"], host)
 
-# %% ../../nbs/plan/08_advise.ipynb #c4ab7dae
+# %% ../../nbs/plan/08_advise.ipynb #c96a656b
 _OTHERS = 3 # alternatives that are named
 def _in_order(rows, best):
     "The recommended strategy first, then what fits, fastest first; a strategy's variants stay below it."
@@ -296,7 +300,7 @@ def _plan(ways, rows, best, why):
     at = lambda row: (row["strategy"], row["nproc"], tuple(sorted(row["changes"].items())))
     return Plan(title=_title(ways), best=best["strategy"] if best else None, why=why, changes=_full_changes(ways, best) if best else {},
                 rows=[_public(x) for x in rows], alternatives=_alternatives(ways, rows, best), rules=_rules(ways, rows, best),
-                notes=_notes_of(ways) + _notes_on(ways, rows, best), breakdowns={x["label"]: ways.breakdowns[at(x)] for x in rows},
+                notes=[*_notes_of(ways), *ways.breakdowns[at(best or rows[0])].notes, *_notes_on(ways, rows, best)], breakdowns={x["label"]: ways.breakdowns[at(x)] for x in rows},
                 best_label=best["label"] if best else None, nproc=ways.nproc, machine=ways.machine.name)
 
 def _title(ways):

@@ -11,14 +11,14 @@ __all__ = ['solve_batch']
 import math
 from .problem import Problem, RecipeError
 
-# %% ../../nbs/plan/01a_batch.ipynb #613f809c
+# %% ../../nbs/plan/01a_batch.ipynb #fe19b418
 def solve_batch(
-    micro,       # rows per rank at once, or None
-    accum,       # micro-batches per step, or None
-    total,       # rows per step over all ranks, or None
-    world_size,  # ranks
-    least=8,     # rows per step to aim at when neither accumulation nor the total is given
-) -> tuple:      # (micro_batch, grad_accum, global_batch)
+    micro,       # rows per rank at once; None: worked out
+    accum,       # micro-batches per step; None: worked out
+    total,       # rows per step over all ranks; None: worked out
+    world_size,  # ranks, 1 or more
+    least=8,     # rows per step to aim at when neither accumulation nor the total is given: fewer short rows make a gradient that is mostly noise
+) -> tuple:      # (micro_batch, grad_accum, global_batch); raises `RecipeError`
     "The batch equation solved, or `RecipeError` with the nearest values that solve it."
     if total is None:
         micro = micro or 1

@@ -7,8 +7,8 @@ Docs: https://shardnb.github.io/shardnb/plan/dialect.html.md"""
 # %% auto #0
 __all__ = ['FLAT', 'is_deepspeed', 'deepspeed_fields', 'canonical']
 
-# %% ../../nbs/plan/03_dialect.ipynb #91daf266
-from .problem import Problem, RecipeError, nearest
+# %% ../../nbs/plan/03_dialect.ipynb #68965e8a
+from .problem import Problem, RecipeError, nearest, unknown_word
 from .strategy import _parse_strategy
 from .recipe import Recipe, unknown_key
 
@@ -67,20 +67,24 @@ def _flatten(d, out, problems, where="", section=""):
             problems.append(Problem(f"{where}{k}", v, f"'{out[name][0]}' already gives {name} as {out[name][1]!r}", "one of the two"))
         else: out[name] = (f"{where}{k}", v)
 
-# %% ../../nbs/plan/03_dialect.ipynb #de9225c2
-def _precision_words(flat, problems):
-    "`bf16: true` and `fp16: true` as `precision`."
-    on = [k for k in ("bf16", "fp16", "pure_bf16") if k in flat and _truthy(flat[k][1])]
-    off = [k for k in ("bf16", "fp16", "tf32", "pure_bf16") if k in flat]
+# %% ../../nbs/plan/03_dialect.ipynb #ec74aee1
+def _off(v): return v is False or (isinstance(v, str) and v.strip().lower() in ("false", "no", "off", "0"))
+def _precision_words(flat, problems, notes):
+    "`bf16: true` and `fp16: true` as `precision`; both off is fp32."
+    said = {k: flat.pop(k) for k in ("bf16", "fp16", "pure_bf16", "tf32") if k in flat}
+    if "precision" in flat and flat["precision"][1] is False: flat["precision"] = (flat["precision"][0], "no") # YAML's own reading of a bare no
+    if "tf32" in said and _truthy(said.pop("tf32")[1]): notes.append("tf32 is not carried over: at precision fp32 products are computed in fp32")
+    words = {"pure_bf16": "bf16-pure"}
+    on, off = ([k for k, (_, v) in said.items() if k != "tf32" and f(v)] for f in (_truthy, _off))
     if len(on) > 1: problems.append(Problem(on[1], True, f"{' and '.join(on)} can't both be on", "one of the two", on[0]))
-    for k in off: flat.pop(k)
-    if on:
-        word = {"pure_bf16": "bf16-pure"}.get(on[0], on[0])
-        if "precision" in flat and flat["precision"][1] != word:
-            problems.append(Problem(on[0], True, f"precision already says {flat['precision'][1]!r}", "one of the two"))
-        else: flat["precision"] = (on[0], word)
+    for k in [*on[:1], *off]:
+        word, have = words.get(k, k), flat.get("precision", (None, None))[1]
+        if have is not None and (have != word) == (k in on): problems.append(Problem(said[k][0], said[k][1], f"precision already says {have!r}", "one of the two"))
+    if on: flat.setdefault("precision", (on[0], words.get(on[0], on[0])))
+    elif "bf16" in off: flat.setdefault("precision", (said["bf16"][0], "fp32"))
+    elif "fp16" in off and "precision" not in flat: notes.append(f"{said['fp16'][0]}: false says nothing of bf16, in which a GPU that has it trains; precision fp32 would")
 
-# %% ../../nbs/plan/03_dialect.ipynb #3014b4d8
+# %% ../../nbs/plan/03_dialect.ipynb #2c88a983
 def _strategy_words(flat, problems):
     "`deepspeed: zero3` and `fsdp: full_shard` as `strategy`; both together are a contradiction."
     engines = [k for k in ("deepspeed", "fsdp") if k in flat and flat[k][1] not in (None, False, "", [], "false")]
@@ -89,7 +93,7 @@ def _strategy_words(flat, problems):
         if k not in flat: continue
         where, v = flat.pop(k)
         if k not in engines or (k == "fsdp" and len(engines) > 1): continue
-        name = " ".join(v) if isinstance(v, list) else "fsdp" if _truthy(v) else v
+        name = " ".join(map(str, v)) if isinstance(v, list) else "fsdp" if _truthy(v) else v
         if k == "deepspeed" and (not isinstance(v, str) or v.strip().startswith("{") or v.endswith(".json")): flat["deepspeed"] = (where, v); continue
         s, bad = _parse_strategy(name)
         if bad and k == "deepspeed" and ("/" in v or "." in v): flat["deepspeed"] = (where, v)
@@ -98,26 +102,51 @@ def _strategy_words(flat, problems):
             problems.append(Problem(where, v, f"strategy already says {flat['strategy'][1]!r}", "one of the two"))
         else: flat["strategy"] = (where, s.name)
 
-# %% ../../nbs/plan/03_dialect.ipynb #76f937f3
-def _odd_keys(flat, notes):
+# %% ../../nbs/plan/03_dialect.ipynb #3cb2f899
+def _tuning_words(flat, problems):
+    "`use_peft`, `load_in_4bit` and a section for LoRA as `tuning`."
+    lora, said = flat.pop("_lora", None), {k: flat[k] for k in ("use_peft", "load_in_4bit") if k in flat}
+    peft, four = (k in said and _truthy(said[k][1]) for k in ("use_peft", "load_in_4bit"))
+    where, t = flat.get("tuning", ("lora", None))
+    if t is None and (lora or peft or four) or t == "lora" and four: flat["tuning"] = (where, "qlora" if four else "lora")
+    elif t == "full" and (four or peft): problems.append(Problem(*said["load_in_4bit" if four else "use_peft"], f"contradicts {where} full: {'4-bit weights' if four else 'adapters'} don't train in full", "tuning qlora" if four else "tuning lora"))
+    elif t == "qlora" and "load_in_4bit" in said and _off(said["load_in_4bit"][1]): problems.append(Problem(*said["load_in_4bit"], f"contradicts {where} qlora", "true, or tuning lora"))
+
+def _when_words(flat, problems, notes):
+    "`save_strategy` and its like. Checkpoints and log entries go by steps here, and evaluation by the share of rows that is kept for it."
+    if "evaluation_strategy" in flat: flat.setdefault("eval_strategy", flat.pop("evaluation_strategy"))
+    shared = flat.get("eval_share", (None, 0))[1] not in (0, None, "0")
+    for k in ("save_strategy", "eval_strategy", "logging_strategy"):
+        if k not in flat: continue
+        where, v = flat.pop(k)
+        word = "no" if v is False else str(v).strip().lower() # YAML reads a bare no as false
+        if word not in ("no", "steps", "epoch") and (k, word) != ("save_strategy", "best"): problems.append(unknown_word(where, v, ("no", "steps", "epoch"))); continue
+        n, by_steps = k.replace("strategy", "steps"), word == "steps"
+        if by_steps and (k == "save_strategy" or k == "eval_strategy" and shared): flat.setdefault(n, (where, flat.get("logging_steps", (0, 500))[1] if k == "eval_strategy" else 500)) # Transformers' own
+        elif not by_steps and k != "logging_strategy": flat.pop(n, None)
+        if k == "save_strategy" and word in ("epoch", "best"): notes.append(f"{where} {word} is not carried over: checkpoints go by steps (save_steps), and without them the final model is kept")
+        elif k == "logging_strategy" and not by_steps: notes.append(f"{where} {word} is not carried over: log entries go by steps (logging_steps)")
+        elif k == "eval_strategy" and shared and word == "no": notes.append(f"{where} no is not carried over: the rows that eval_share keeps are evaluated once an epoch")
+        elif k == "eval_strategy" and not shared and word != "no": notes.append(f"{where} {word} has no effect without eval_share, the share of the rows that is kept for evaluation")
+
+# %% ../../nbs/plan/03_dialect.ipynb #ca430ec1
+def _odd_keys(flat, problems, notes):
     "Keys that take a little thought, one by one."
-    lora, four = flat.pop("_lora", None), "load_in_4bit" in flat and _truthy(flat["load_in_4bit"][1])
-    peft = "use_peft" in flat and _truthy(flat["use_peft"][1])
-    if "tuning" not in flat and (lora or peft or four): flat["tuning"] = ("lora", "qlora" if four else "lora")
-    if flat.get("save_strategy", (0, 0))[1] == "no": flat.pop("save_steps", None)
     if "warmup_steps" in flat and isinstance(flat["warmup_steps"][1], float) and 0 < flat["warmup_steps"][1] < 1:
         flat["warmup_ratio"] = flat.pop("warmup_steps")
     if flat.get("max_steps", (0, None))[1] == -1: flat.pop("max_steps")
     if "use_flash_attention" in flat:
         where, v = flat.pop("use_flash_attention")
         if _truthy(v): flat.setdefault("attn_implementation", (where, "flash_attention_2"))
-    for k in ("save_strategy", "eval_strategy", "logging_strategy", "evaluation_strategy"): flat.pop(k, None)
+    if "stage" in flat and str(flat["stage"][1]).lower() not in ("sft", "pt"):
+        where, v = flat.pop("stage")
+        problems.append(Problem(where, v, f"{v!r} is not supervised fine-tuning, which is all that shardnb does", "sft, pt"))
     for k, why in _NOTHING.items():
         if k in flat:
             where, _ = flat.pop(k)
             if why: notes.append(f"{where} is not needed: {why}")
 
-# %% ../../nbs/plan/03_dialect.ipynb #a9a0035b
+# %% ../../nbs/plan/03_dialect.ipynb #92dc1054
 def is_deepspeed(
     d, # a mapping
 ) -> bool: # True: DeepSpeed would take it
@@ -134,7 +163,7 @@ def deepspeed_fields(
     s, out = _parse_strategy(strategy_of(d))[0], {k: v for k, (v, _) in said_by(d).items()}
     try: recipe, problems = Recipe(**out), []
     except RecipeError as e: recipe, problems = Recipe(), e.problems
-    clean, more, notes = check_deepspeed(d, recipe, s, 1)
+    clean, more, notes = check_deepspeed(d, recipe, s)
     if problems or more: raise RecipeError(problems + more)
     out["strategy"] = s.name
     for k in ("bf16", "fp16"):
@@ -145,7 +174,7 @@ def deepspeed_fields(
     if s.engine == "ddp": notes.append("stage 0 shards nothing: it becomes ddp, PyTorch's own, where DeepSpeed's other settings have no effect")
     return out, list(dict.fromkeys(notes))
 
-# %% ../../nbs/plan/03_dialect.ipynb #d9fe37c3
+# %% ../../nbs/plan/03_dialect.ipynb #b05a5ae3
 def _unknown(where, v):
     "The `Problem` of a key that nobody knows, as it stood in its file."
     section, dot, key = where.rpartition(".")
@@ -161,9 +190,11 @@ def canonical(
     if is_deepspeed(d): return deepspeed_fields(d)
     flat, problems, notes = {}, [], []
     _flatten(d, flat, problems)
-    _precision_words(flat, problems)
+    _precision_words(flat, problems, notes)
     _strategy_words(flat, problems)
-    _odd_keys(flat, notes)
+    _tuning_words(flat, problems)
+    _when_words(flat, problems, notes)
+    _odd_keys(flat, problems, notes)
     problems += [_unknown(where, v) for k, (where, v) in flat.items() if k not in Recipe.model_fields]
     known = {k: v for k, (_, v) in flat.items() if k in Recipe.model_fields}
     if problems:

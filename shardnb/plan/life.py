@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from .memory import widths
 from .strategy import Strategy
 
-# %% ../../nbs/plan/09_life.ipynb #9eab0f34
+# %% ../../nbs/plan/09_life.ipynb #ddd29c73
 @dataclass(frozen=True)
 class Moment:
     "A moment in the life of a layer, on one rank"
@@ -27,15 +27,15 @@ class Moment:
 def _whole_life(s, n, ring, p, g, o):
     "DDP, ZeRO-1 and ZeRO-2: every rank keeps the whole parameters"
     cut, slices = "optimizer" in s.shards, "grads" in s.shards
-    have = dict(params=p, optimizer=o / n if cut else o)
-    yield Moment("before", "holds", "The whole layer is here; the optimizer's part of it is " + ("whole too." if not cut else f"one {n}th."), have, 0)
+    have = dict(params=p, optimizer=o / n if cut else o) | ({} if cut else dict(grads=g)) # DDP's gradients are views of buckets that live all the time (`gradient_as_bucket_view`)
+    yield Moment("before", "holds", "The whole layer is here; the optimizer's part of it is " + ("whole too, and so is the bucket that its gradient goes to." if not cut else f"one {n}th."), have, 0)
     yield Moment("forward", "computes", "Nothing need be sent: all parameters are here.", have, 0)
     yield Moment("backward", "computes", "The gradient of the whole layer appears, of this rank's rows alone.", have | dict(grads=g), 0)
     kept = g / n if slices else g
     yield Moment("backward", "all-reduces", "A full bucket is summed over all ranks, while earlier layers still compute" + ("; a rank keeps its slice and drops the rest." if slices else "."), have | dict(grads=kept), 2 * ring * g)
     yield Moment("step", "updates", "Every rank updates everything, and all do the same." if not cut else f"A rank updates its {n}th with its own part of the optimizer.", have | dict(grads=kept), 0)
     if cut: yield Moment("step", "gathers", "The updated slices are handed to everybody, so that parameters are whole and equal again.", have, ring * p)
-    else: yield Moment("step", "frees", "The gradient has done its work.", have, 0)
+    else: yield Moment("step", "keeps", "The gradient has done its work; its place in the bucket stays for the next step.", have, 0)
 
 def _sharded_life(s, n, ring, p, g, o, compute):
     "ZeRO-3 and FSDP: a rank keeps its part of everything"

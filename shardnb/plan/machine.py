@@ -7,8 +7,8 @@ Docs: https://shardnb.github.io/shardnb/plan/machine.html.md"""
 # %% auto #0
 __all__ = ['Gpu', 'Link', 'Machine', 'host_limit', 'oom_kills', 'presets']
 
-# %% ../../nbs/plan/05_machine.ipynb #94a7177b
-import os, re, shutil, subprocess
+# %% ../../nbs/plan/05_machine.ipynb #8e40ecc3
+import os, re, shutil, subprocess, time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from .problem import Problem, RecipeError, nearest
@@ -24,19 +24,19 @@ class Gpu:
     flops32: float|None = None  # the same in fp32 outside of tensor cores
     bandwidth: float|None = None # of its memory, bytes per second
 
-# %% ../../nbs/plan/05_machine.ipynb #47060ad5
-_USEFUL = {"nvlink": .75, "pcie": .7, "no-p2p": .35, "loopback": 1., "network": .7} # assumed share of the stated rate
+# %% ../../nbs/plan/05_machine.ipynb #dec18b23
+_USEFUL = {"nvlink": .75, "pcie": .7, "no-p2p": .35, "loopback": 1.} # assumed share of the stated rate
 @dataclass(frozen=True)
 class Link:
     "How one rank's device reaches another's."
-    kind: str             # 'nvlink', 'pcie', 'no-p2p' (PCIe by way of host memory), 'loopback' (CPU processes) or 'network'
+    kind: str             # 'nvlink', 'pcie', 'no-p2p' (PCIe by way of host memory) or 'loopback' (CPU processes)
     bandwidth: float      # one direction of one device, bytes per second, as stated by its maker
     note: str = ""        # where the number comes from
     @property
     def useful(self): return self.bandwidth * _USEFUL[self.kind] # what a collective is assumed to reach
     def __str__(self): return f"{self.kind} {self.bandwidth / 1e9:.3g} GB/s each way"
 
-# %% ../../nbs/plan/05_machine.ipynb #fd426932
+# %% ../../nbs/plan/05_machine.ipynb #b97621ea
 _GiB = 2**30
 _LOOPBACK = Link("loopback", 2e9, "assumed: Gloo between processes of one machine")
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Machine:
     link: Link|None = None  # between the GPUs; None: not known, or CPU processes
     pcie: float|None = None # one direction between a GPU and the host, bytes per second, as stated; None: not known
     host_bandwidth: float|None = None # of host memory, all cores together, bytes per second; None: 10 GB/s a core is assumed
-    networks: tuple = ()    # (name, bytes per second) of its network cards; nothing uses them yet, a run is one machine
+    assumed: tuple = ()     # which of cores, host_bytes and disk_bytes nobody measured or gave: a preset's
     @property
     def cuda(self): return bool(self.gpus)
     @property
@@ -64,8 +64,13 @@ class Machine:
     @classmethod
     def from_json(cls, d) -> "Machine":
         "The machine that `to_json` wrote, also after a way through JSON."
-        return cls(**{**d, "gpus": tuple(Gpu(**g) for g in d["gpus"]), "link": Link(**d["link"]) if d.get("link") else None,
-                      "networks": tuple(map(tuple, d.get("networks") or ()))})
+        return cls(**{**d, "gpus": tuple(Gpu(**g) for g in d["gpus"]), "link": Link(**d["link"]) if d.get("link") else None, "assumed": tuple(d.get("assumed") or ())})
+    @property
+    def assumption(self) -> str|None: # a sentence; None where everything was measured or given
+        "What of this machine is assumed, and decides verdicts on an offload."
+        words = {"host_bytes": f"{self.host_bytes / _GiB:.0f} GiB of host memory", "cores": f"{self.cores} cores", "disk_bytes": f"{self.disk_bytes / _GiB:.0f} GiB of disk"}
+        told, name = [w for k, w in words.items() if k in self.assumed], self.name.split("@")[0]
+        if told: return f"{' and '.join(filter(None, [', '.join(told[:-1]), told[-1]]))} are assumed for {self.name}, because the name tells only its GPUs; {name}@512GB would have 512 GiB of host memory"
     def __str__(self):
         what = f"{len(self.gpus)} × {self.gpus[0].name} with {self.gpus[0].bytes / _GiB:.0f} GiB" if self.gpus else "no GPU"
         return f"{self.name}: {what}, {self.cores} cores, {self.host_bytes / _GiB:.0f} GiB host memory"
@@ -213,31 +218,26 @@ def _link(used, topo="", nvlink="", p2p="", pcie=None, names=()):
     ways = sorted({words[p] for p in pairs if p in words}) # such as PIX, NODE, and NV4 where only some pairs are joined
     return Link("no-p2p" if closed else "pcie", bus, f"nvidia-smi: {', '.join(ways) or 'PCIe'}{', no peer to peer' if closed else ''}")
 
-# %% ../../nbs/plan/05_machine.ipynb #727b31d5
-def _networks(root="/sys/class"):
-    "(name, bytes per second) of the network cards that are up: InfiniBand's by its rate, others by the kernel's `speed`."
-    out = []
-    for d in sorted(Path(root).glob("infiniband/*/ports/*/rate")):
-        if m := re.match(r"([\d.]+) Gb/sec", _read(d)): out.append((d.parts[-4], float(m[1]) * 1e9 / 8))
-    for d in sorted(Path(root).glob("net/*/speed")):
-        speed = _read(d)
-        if d.parent.name != "lo" and speed.isdigit() and 0 < int(speed) < 10**7: out.append((d.parent.name, int(speed) * 1e6 / 8))
-    return tuple(out)
-
-# %% ../../nbs/plan/05_machine.ipynb #001003a2
+# %% ../../nbs/plan/05_machine.ipynb #198f299b
 def _ask(*args):
     "What `nvidia-smi` answers, or '' where it doesn't."
     if not shutil.which(_QUERY[0]): return ""
     try: return subprocess.run([_QUERY[0], *args], capture_output=True, text=True, timeout=20).stdout
     except (OSError, subprocess.TimeoutExpired): return ""
-def _detect(cls) -> Machine:
+_FRESH, _told = 5, {} # s for which an answer about what is built in holds; what was asked -> (when, answer)
+def _ask_again(*args):
+    "The same, without asking when it was asked a moment ago: a launch wants to know several times, and each question takes a tenth of a second and more."
+    key, now = (os.environ.get("PATH"), args), time.monotonic()
+    if key not in _told or now - _told[key][0] > _FRESH: _told[key] = now, _ask(*args)
+    return _told[key][1]
+def _detect(cls) -> Machine: # with the GPUs of CUDA_VISIBLE_DEVICES, and a container's limits
     "The machine that this process is on."
-    found = _found(_ask(*_QUERY[1:]), os.environ.get("CUDA_VISIBLE_DEVICES"))
+    found = _found(_ask_again(*_QUERY[1:]), os.environ.get("CUDA_VISIBLE_DEVICES"))
     used, gpus = [i for i, _ in found], tuple(g for _, g in found)
-    pcie = _pcie_rates(_ask("--query-gpu=index,pcie.link.gen.max,pcie.link.width.max", "--format=csv,noheader,nounits")) if gpus else {}
-    link = _link(used, _ask("topo", "-m"), _ask("nvlink", "-s"), _ask("topo", "-p2p", "r"), pcie, [g.name for g in gpus]) if len(gpus) > 1 else None
+    pcie = _pcie_rates(_ask_again("--query-gpu=index,pcie.link.gen.max,pcie.link.width.max", "--format=csv,noheader,nounits")) if gpus else {}
+    link = _link(used, _ask_again("topo", "-m"), _ask_again("nvlink", "-s"), _ask_again("topo", "-p2p", "r"), pcie, [g.name for g in gpus]) if len(gpus) > 1 else None
     return cls("this machine", gpus, _cores(), _host_bytes(), shutil.disk_usage(".").free, link if gpus else _LOOPBACK,
-               min((pcie[i] for i in used if i in pcie), default=None), None, _networks())
+               min((pcie[i] for i in used if i in pcie), default=None))
 Machine.detect = classmethod(_detect)
 
 # %% ../../nbs/plan/05_machine.ipynb #4a5adaa4
@@ -248,22 +248,30 @@ def presets() -> list: # names for `Machine.preset`
     "GPUs that `Machine.preset` knows; put a number and 'x' in front."
     return list(_KNOWN)
 
-# %% ../../nbs/plan/05_machine.ipynb #93039adb
-def _preset(cls, text, host_bytes=None, cores=None) -> Machine:
-    "The machine that `text` names: '4xA100-80GB', '1xT4', 'cpu' (2 ranks without a GPU)."
+# %% ../../nbs/plan/05_machine.ipynb #2756d640
+def _preset(cls,
+    text,             # how many of which GPU, and behind an @ the host memory in GiB: '4xA100-80GB', '1xT4', '8xH100-80GB@1024GB'; or 'cpu', 2 ranks without a GPU
+    host_bytes=None,  # host memory, bytes; None: what `text` says, else 240 GiB to a GPU from the H100 on, 192 to an older data-centre GPU, 48 to others, 16 without one
+    cores=None,       # CPU cores; None: 12 to a data-centre GPU, 6 to others, 2 without one
+) -> Machine:         # raises `RecipeError` with the nearest machine that is known
+    "The machine that `text` names."
     if not isinstance(text, str): raise RecipeError(Problem("machine", text, f"{text!r} is not the name of a machine", "such as 4xA100-80GB"))
-    if text.strip().lower() == "cpu": return cls("cpu", (), cores or 2, host_bytes or 16 * _GiB, 100 * _GiB, _LOOPBACK)
+    text, at = text.strip(), re.search(r"@\s*([1-9]\d*)\s*G(?:i?B)?$", text.strip(), re.I)
+    if at: text, host_bytes = text[:at.start()].rstrip(), host_bytes or int(at[1]) * _GiB
+    suffix = f"@{at[1]}GB" if at else ""
+    assumed = tuple(k for k, v in (("host_bytes", host_bytes), ("cores", cores), ("disk_bytes", None)) if not v)
+    if text.lower() == "cpu": return cls("cpu" + suffix, (), cores or 2, host_bytes or 16 * _GiB, 100 * _GiB, _LOOPBACK, assumed=assumed)
     m = re.fullmatch(r"\s*(?:(\d+)\s*[x×*]\s*)?([\w .\-]+?)\s*", text, re.I)
     count, kind = (int(m[1] or 1), m[2].upper().replace(" ", "").replace("_", "-")) if m else (0, text)
     kind = re.sub(r"-?PCIE$", "-PCIE", _SHORT.get(kind, kind))
     if kind not in _KNOWN or not 1 <= count <= 64:
         near = nearest(kind, [*_KNOWN, *_SHORT], cutoff=.5)
         raise RecipeError(Problem("machine", text, f"'{text}' is not a machine that is known", f"1 to 64 times one of {', '.join(_KNOWN)}", near
-                                  and f"{max(count, 1)}x{_SHORT.get(near, near)}"))
+                                  and f"{min(max(count, 1), 64)}x{_SHORT.get(near, near)}{suffix}"))
     gib, bf16, *_, link, rate, pcie = _KNOWN[kind]
     big = gib >= 39
     host = 240 if re.match("[HB]", kind) else 192 if big else 48
-    return cls(f"{count}x{kind}", (Gpu(kind, int(gib * _GiB), bf16, *_rates(kind)),) * count, cores or count * (12 if big else 6), host_bytes
+    return cls(f"{count}x{kind}{suffix}", (Gpu(kind, int(gib * _GiB), bf16, *_rates(kind)),) * count, cores or count * (12 if big else 6), host_bytes
                or count * host * _GiB, 1000 * _GiB, Link(link, rate * 1e9, "data sheet") if count > 1 else None, pcie * 1e9,
-               (50e9 if big else 30e9) * max(count, 2))
+               (50e9 if big else 30e9) * max(count, 2), assumed)
 Machine.preset = classmethod(_preset)

@@ -8,10 +8,10 @@ Docs: https://shardnb.github.io/shardnb/plan/place.html.md"""
 __all__ = ['DATA_KINDS', 'as_path', 'data_kind', 'is_path', 'near', 'missing_file', 'unreadable', 'kind_problems',
            'name_problems', 'unwritable']
 
-# %% ../../nbs/plan/00a_place.ipynb #98840cb1
+# %% ../../nbs/plan/00a_place.ipynb #a1cd3fec
 import os, re, shutil, tempfile
 from pathlib import Path
-from .problem import Problem, nearest
+from .problem import Problem, nearest, short_bytes
 
 # %% ../../nbs/plan/00a_place.ipynb #b352ed87
 DATA_KINDS = (".jsonl", ".json", ".csv", ".parquet", ".arrow")  # files of rows that can be read
@@ -91,7 +91,7 @@ def name_problems(
     good = re.fullmatch(r"(modelscope:)?[\w.\-]+(/[\w.\-]+)?(?(1)(@[\w.\-]+)?)", name)
     return [] if good else [Problem(field, name, f"{name!r} is neither a hub id (owner/name) nor a path", "owner/name, a path, or a built-in")]
 
-# %% ../../nbs/plan/00a_place.ipynb #a95032e7
+# %% ../../nbs/plan/00a_place.ipynb #0748d0fe
 def unwritable(
     field,       # the setting that names the folder
     path,        # the folder; it need not exist
@@ -109,4 +109,4 @@ def unwritable(
     try: tempfile.TemporaryDirectory(prefix=".shardnb-", dir=there).cleanup()
     except OSError as e: return bad(f"can't be written to: {e.strerror}" + (f" ({str(there)!r})" if there != p else ""))
     free = shutil.disk_usage(there).free
-    return bad(f"has {free / 2**30:.2f} GiB free, and at least {need / 2**30:.2f} GiB will be written") if free < need else []
+    return bad(f"has {short_bytes(free)} free, and at least {short_bytes(need)} will be written") if free < need else []

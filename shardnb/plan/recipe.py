@@ -7,19 +7,21 @@ Docs: https://shardnb.github.io/shardnb/plan/recipe.html.md"""
 # %% auto #0
 __all__ = ['GROUPS', 'unknown_key', 'Recipe', 'Option', 'options_of', 'recipe_table']
 
-# %% ../../nbs/plan/02_recipe.ipynb #09a115fe
+# %% ../../nbs/plan/02_recipe.ipynb #276276de
 import json, os, re, shlex, types, typing
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
-from .place import as_path, kind_problems, missing_file, name_problems
-from .problem import Problem, RecipeError, missing_package, nearest, not_given, unknown_word
-from .secret import mask_shapes, masked, secret_name
-from .strategy import Strategy, _parse_strategy, weights_dtype
+from .place import as_path
+from .problem import Problem, RecipeError, nearest, not_given, unknown_word
+from .secret import masked, secret_name
+from .strategy import _parse_strategy, weights_dtype
 from .batch import solve_batch
-from .document import json_fault, read_scalar, read_yaml
+from .contradiction import contradictions, machine_problems
+from .document import json_fault, parse_json, read_scalar, read_yaml
 
 # %% ../../nbs/plan/02_recipe.ipynb #5237b9b5
 GROUPS = {"model": "What is trained", "precision": "In which number format", "tuning": "Which weights move", "data": "On what", "batch": "How much at a time",
@@ -30,9 +32,9 @@ def _f(group, default, meaning, **limits):
     how = {"default_factory": lambda: type(default)(default)} if isinstance(default, (list, dict)) else {"default": default}
     return Field(**how, description=meaning, json_schema_extra={"group": group}, **limits)
 
-# %% ../../nbs/plan/02_recipe.ipynb #c447c39f
+# %% ../../nbs/plan/02_recipe.ipynb #fc45d44c
 class _Model(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), defer_build=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=(), defer_build=True, allow_inf_nan=False)
     model: str|None = _f("model", None, "Hub id, local folder, or a built-in model: 'demo' or 'tiny'")
     revision: str|None = _f("model", None, "Branch, tag or commit of the model on the hub")
     tokenizer: str|None = _f("model", None, "Where the tokenizer comes from, when it is not the model's own")
@@ -94,14 +96,14 @@ class _Optimization(_Data):
     max_steps: int|None = _f("optimization", None, "Stop after so many steps, whatever the epochs say", ge=1)
     seed: int = _f("optimization", 42, "Seed of order, dropout and new weights", ge=0)
 
-# %% ../../nbs/plan/02_recipe.ipynb #595267f0
+# %% ../../nbs/plan/02_recipe.ipynb #3764231c
 class _Sharding(_Optimization):
     strategy: str = _f("sharding", "ddp", "What is sharded: ddp, zero1, zero2, zero3, fsdp, fsdp-grad-op, with +optim-cpu, +param-cpu, +optim-nvme, "
                                           "+param-nvme; or auto, which takes what the plan recommends")
     nproc: int|None = _f("sharding", None, "Ranks on this machine; one per GPU, or 2 on a CPU", ge=1)
     gpus: list[int]|None = _f("sharding", None, "Which GPUs to use; all")
     fsdp_wrap: list[str] = _f("sharding", [], "Layer classes that fsdp gathers one at a time; the model's decoder layers")
-    fsdp_keep: list[str] = _f("sharding", [], "Modules that fsdp leaves whole on every rank, by name, such as embed_tokens or lm_head")
+    fsdp_keep: list[str] = _f("sharding", [], "Modules, by name, that fsdp keeps gathered from forward to backward, such as embed_tokens; their shards are cut like all others")
     activation_checkpointing: bool|None = _f("sharding", None, "Compute activations again in backward and don't keep them; on with a GPU, off on a CPU")
     deepspeed: dict[str, Any]|str|None = _f("sharding", None, "DeepSpeed JSON (a file or a mapping) whose entries override shardnb's")
     fsdp_config: dict[str, Any]|str = _f("sharding", {}, "FSDP settings (a file or a mapping) that override shardnb's")
@@ -116,27 +118,33 @@ class _Sharding(_Optimization):
     timeout: int = _f("ranks", 600, "Seconds after which a rank that waits for another gives up", ge=10)
     out: list[str] = _f("ranks", [], "Names that come back from rank 0 as run.result")
 
-# %% ../../nbs/plan/02_recipe.ipynb #4e0bc69d
+# %% ../../nbs/plan/02_recipe.ipynb #0c5e088a
 _WORDS = {"precision": {"float32": "fp32", "no": "fp32", "float": "fp32", "bfloat16": "bf16", "bf16-mixed": "bf16", "float16": "fp16", "half": "fp16",
                         "fp16-mixed": "fp16", "bf16-true": "bf16-pure"},
           "attn_implementation": {"flash_attn": "flash_attention_2", "flash_attention": "flash_attention_2", "fa2": "flash_attention_2",
                                   "fa3": "flash_attention_3", "flex": "flex_attention"}}
 _WORDS["optim"] = {"adamw_bnb_8bit": "adamw_8bit", "adamw": "adamw_torch"}
 _WORDS["dtype"] = _WORDS["reduce_dtype"] = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+@cache
+def _default(name):
+    "What field `name` is when it isn't given; a plan asks thousands of times."
+    return Recipe.model_fields[name].get_default(call_default_factory=True)
+@cache
 def _kinds(name):
     "The plain types that field `name` takes, e.g. {int, NoneType}."
     t = Recipe.model_fields[name].annotation
     parts = typing.get_args(t) if isinstance(t, types.UnionType) or typing.get_origin(t) is typing.Union else (t,)
     return {str if typing.get_origin(p) is Literal else typing.get_origin(p) or p for p in parts}
 
-# %% ../../nbs/plan/02_recipe.ipynb #f764f034
+# %% ../../nbs/plan/02_recipe.ipynb #a8486e7a
 def _text_value(name, v, kinds):
     "Text `v` as field `name` takes it."
     t = v.strip()
     if type(None) in kinds and t.lower() in ("none", "null", ""): return None
-    if type(None) in kinds and t.lower() == "auto" and name != "strategy": return None
+    if type(None) in kinds and t.lower() == "auto": return None
     if dict in kinds and t.startswith("{"): return v if str in kinds and not _is_json(t) else _json(t)
-    if dict in kinds and str not in kinds: return dict(_pair(p, name != "env") for p in t.split(",") if p) if t else {}
+    if name == "env": return dict(_pair(p, False) for p in re.split(r",(?=\s*[A-Za-z_]\w*\s*=)", t.strip(", ")) if p) # a value may hold commas
+    if dict in kinds and str not in kinds: return dict(map(_pair, filter(None, t.split(","))))
     if list in kinds:
         if name == "report_to" and t.lower() == "none": return []
         return _json(t) if t.startswith("[") else [p.strip() for p in t.split(",") if p.strip()]
@@ -145,15 +153,16 @@ def _is_json(t):
     try: return bool(json.loads(t))
     except ValueError: return False
 def _json(t):
-    try: return json.loads(t)
+    try: return parse_json(t)
     except json.JSONDecodeError as e: raise ValueError(f"is {json_fault(e)}") from None
+    except ValueError as e: raise ValueError(f"is broken JSON: {e}") from None
 def _pair(text, typed=True):
     k, eq, v = text.partition("=")
     if not eq: raise ValueError(f"'{text}' is not of the form name=value")
     return k.strip(), read_scalar(v.strip()) if typed and v.strip() else v.strip()
 
-# %% ../../nbs/plan/02_recipe.ipynb #2ff80569
-_TYPES = {"int": "a whole number", "float": "a number", "bool": "true or false", "string": "text", "list": "a list", "dict": "a mapping"}
+# %% ../../nbs/plan/02_recipe.ipynb #287f6844
+_TYPES = {"finite": "a finite number", "int": "a whole number", "float": "a number", "bool": "true or false", "string": "text", "list": "a list", "dict": "a mapping"}
 def _choices(name):
     "The words that field `name` allows, if it allows only some."
     t = Recipe.model_fields[name].annotation
@@ -177,7 +186,7 @@ def unknown_key(
     return Problem(f"{where}{key}", value, "there is no such option", None if near else "the fields of Recipe (shardnb.plan.recipe.recipe_table())",
                    FLAT.get(near, near))
 
-# %% ../../nbs/plan/02_recipe.ipynb #629c5c44
+# %% ../../nbs/plan/02_recipe.ipynb #55323ef6
 _BOUNDS = {"greater_than_equal": ("ge", "at least"), "greater_than": ("gt", "above"), "less_than": ("lt", "below"), "less_than_equal": ("le", "at most")}
 def _problem_of(err):
     "pydantic's error as a `Problem`."
@@ -190,129 +199,36 @@ def _problem_of(err):
         key, words = _BOUNDS[kind]
         return Problem(name, value, f"{value} is not {words} {ctx[key]:g}", f"{words} {ctx[key]:g}", f"{ctx[key]:g}" if key in ("ge", "le") else None)
     if kind == "int_from_float": return Problem(name, value, f"{value} is not a whole number", "a whole number", str(max(1, round(value))))
+    if name in ("deepspeed", "fsdp_config") and len(err["loc"]) == 2: return Problem(name, value, f"{value!r} is neither a file nor a mapping", "a JSON file or a mapping")
     if kind == "value_error": return Problem(name, value, str(err["ctx"]["error"]))
     want = next((w for t, w in _TYPES.items() if kind.startswith(t)), err["msg"])
     at = "".join(f"[{p}]" for p in err["loc"][1:] if isinstance(p, int) or (isinstance(p, str) and not re.match(r"(str|dict|list)\b", p)))
     return Problem(name + at, value, f"{value!r} is not {want}", want)
 
-# %% ../../nbs/plan/02_recipe.ipynb #bd348877
-_OWNED_ENV = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK"}
-_SCHEDULE_NEEDS = {"cosine_with_min_lr": ("min_lr", "min_lr_rate"), "cosine_warmup_with_min_lr": ("min_lr", "min_lr_rate"), "warmup_stable_decay": ("num_decay_steps",)}
-def _precision_problems(r, s):
-    out, p = [], r.precision
-    if p == "fp32" and r.dtype in ("bfloat16", "float16"):
-        out.append(Problem("dtype", r.dtype, f"precision fp32 needs weights loaded in float32, not {r.dtype}", "float32", "float32"))
-    if p == "bf16-pure" and r.dtype not in (None, "bfloat16"):
-        out.append(Problem("dtype", r.dtype, f"precision bf16-pure keeps weights in bfloat16, not {r.dtype}", "bfloat16", "bfloat16"))
-    if p == "bf16-pure" and r.fp32_norms: out.append(Problem("fp32_norms", True, "precision bf16-pure keeps nothing in fp32", "false, or precision bf16"))
-    if p == "bf16-pure" and s.engine == "deepspeed" and "optim" in s.offload:
-        out.append(Problem("precision", p, f"under {r.strategy} DeepSpeed allows bf16-pure only with its compiled CPU Adam", "fp32, bf16, fp16", "bf16"))
-    if r.tuning == "qlora" and p == "fp16" and s.engine == "fsdp":
-        out.append(Problem("precision", p, "qlora under fsdp needs its 4-bit storage in the computing format; fp16 is not supported there", "bf16, fp32",
-                           "bf16"))
-    return out
-
-# %% ../../nbs/plan/02_recipe.ipynb #95f1d7f0
-_DORA4 = "DoRA on a 4-bit model can't be taken apart by DeepSpeed, which joins parameters of one type only"
-def _tuning_problems(r, s):
-    "Optimizers and adapters that this engine can't shard."
-    out, others = [], "adamw_torch, sgd" + (", adamw_8bit" if s.engine != "fsdp" and not s.nvme else "")
-    def no(why): out.append(Problem("optim", r.optim, why, others, "adamw_torch"))
-    if r.optim == "adafactor" and s.stage: no(f"under {s.name} each rank updates one flat slice, which has no rows and columns: Adafactor would keep a full moment of it and compute something else")
-    if r.optim == "adafactor" and s.engine == "fsdp": no(f"Transformers' Adafactor mixes sharded with whole tensors under {s.name} and fails in its first step")
-    if r.optim == "adamw_8bit" and s.engine == "fsdp": no(f"bitsandbytes' kernels don't take FSDP2's sharded tensors, so it fails under {s.name}; zero1, zero2 and zero3 shard it")
-    if r.optim == "adamw_8bit" and s.nvme: no(f"{s.name} keeps the optimizer on disk, which DeepSpeed does for fp32 moments only")
-    if r.use_dora and r.tuning == "qlora" and s.stage: out.append(Problem("use_dora", True, f"{_DORA4} ({s.name})", "false, or strategy ddp or fsdp, or tuning lora", "false"))
-    return out
-
-# %% ../../nbs/plan/02_recipe.ipynb #ced66431
-def _schedule_problems(r):
-    out = []
-    if r.warmup_ratio and r.warmup_steps:
-        out.append(Problem("warmup_steps", r.warmup_steps, f"warmup_ratio ({r.warmup_ratio}) and warmup_steps ({r.warmup_steps}) say the same thing twice",
-                           "one of the two"))
-    need = _SCHEDULE_NEEDS.get(r.lr_scheduler_type)
-    if need and not set(need) & set(r.lr_scheduler_kwargs):
-        got = next(iter(r.lr_scheduler_kwargs), None)
-        out.append(Problem("lr_scheduler_kwargs", r.lr_scheduler_kwargs, f"{r.lr_scheduler_type} needs {' or '.join(need)}", f"{{{need[0]}: …}}",
-                           nearest(got, need) if got else need[0]))
-    return out
-
-# %% ../../nbs/plan/02_recipe.ipynb #261011c2
-def _sharding_problems(r, s):
-    out, given = [], r.model_fields_set
-    if s.nvme and not r.nvme_path and not (isinstance(r.deepspeed, (dict, str)) and r.deepspeed):
-        out.append(Problem("nvme_path", None, f"{r.strategy} needs nvme_path, a folder on a fast disk", "a path"))
-    if r.gpus is not None:
-        if len(set(r.gpus)) < len(r.gpus) or min(r.gpus, default=0) < 0 or not r.gpus:
-            out.append(Problem("gpus", r.gpus, f"{r.gpus} is not a list of different GPU numbers", "such as 0,1"))
-        elif r.nproc and r.nproc > len(r.gpus):
-            out.append(Problem("nproc", r.nproc, f"{r.nproc} ranks on {len(r.gpus)} GPUs (gpus={','.join(map(str, r.gpus))}); each rank needs its own",
-                               f"at most {len(r.gpus)}", str(len(r.gpus))))
-    both = set(r.fsdp_wrap) & set(r.fsdp_keep)
-    if both:
-        out.append(Problem("fsdp_keep", r.fsdp_keep, f"{', '.join(sorted(both))} can't be both wrapped and kept whole", "names that fsdp_wrap doesn't hold"))
-    if "assistant_only_loss" in given and r.assistant_only_loss and r.dataset_format == "text":
-        out.append(Problem("assistant_only_loss", True, "text rows have no assistant", "false, or a dataset_format with turns", "false"))
-    out += [Problem("out", n, f"{n!r} is not a variable's name", "names such as model, history") for n in r.out if not n.isidentifier()]
-    return out
-
-# %% ../../nbs/plan/02_recipe.ipynb #66f7ff2c
-def _masked(field, value): return masked(value) if field != "env" else {k: "***" if secret_name(k) else masked(v) for k, v in value.items()}
-def _env_problems(r):
-    "Variables that the launcher sets itself, and those that hold a secret."
-    out = [Problem(f"env.{k}", v, "is set by the launcher for each rank", "any other variable") for k, v in r.env.items() if k in _OWNED_ENV]
-    if "CUDA_VISIBLE_DEVICES" in r.env:
-        out.append(Problem("env.CUDA_VISIBLE_DEVICES", r.env["CUDA_VISIBLE_DEVICES"], "say which GPUs with gpus", "gpus=0,1", "gpus"))
-    return out + [Problem(f"env.{k}", "***", "a secret would be written to the run's files; set it in the environment of the notebook or shell, ranks inherit it")
-                  for k, v in r.env.items() if secret_name(k) or mask_shapes(v) != v]
-def _token_problems(r):
-    "Values that look like a token."
-    texts = {k: v for k, v in r.options().items() if k != "env" and isinstance(v, (str, list, dict))}
-    return [Problem(k, "***", f"holds what looks like a token ({mask_shapes(v) if isinstance(v, str) else '***'}), which would be written to the run's files; ranks inherit HF_TOKEN and the like from the notebook's environment")
-            for k, v in texts.items() if mask_shapes(str(v)) != str(v)]
-
-# %% ../../nbs/plan/02_recipe.ipynb #55d51d8d
-_TRACKERS = {"azure_ml": ("azureml",), "comet_ml": ("comet_ml",), "mlflow": ("mlflow",), "neptune": ("neptune",), "tensorboard": ("tensorboard", "tensorboardX"),
-             "trackio": ("trackio",), "wandb": ("wandb",), "codecarbon": ("codecarbon",), "clearml": ("clearml",), "dagshub": ("dagshub",),
-             "flyte": ("flytekit",), "dvclive": ("dvclive",), "swanlab": ("swanlab",), "kubeflow": ()}
-def _tracker_problems(r):
-    "Names that are no tracker's."
-    return [unknown_word("report_to", n, _TRACKERS, "a tracker that Transformers knows", ("all", "none")) for n in r.report_to if n not in _TRACKERS and n != "all"]
-def _tracker_packages(r):
-    "Trackers whose package isn't here."
-    from importlib.util import find_spec
-    return [missing_package("report_to", n, " or ".join(need), need[0]) for n in r.report_to if (need := _TRACKERS.get(n)) and not any(map(find_spec, need))]
-
-# %% ../../nbs/plan/02_recipe.ipynb #e7c335d4
-def _check(r):
-    "Raises `RecipeError` with every contradiction in `r`."
-    s = Strategy.parse("ddp" if r.strategy == "auto" else r.strategy) # what 'auto' becomes is checked when it is chosen
-    problems = _precision_problems(r, s) + _tuning_problems(r, s) + _schedule_problems(r) + _sharding_problems(r, s) + _env_problems(r) + _token_problems(r) + _tracker_problems(r)
-    if problems: raise RecipeError(problems)
-
-# %% ../../nbs/plan/02_recipe.ipynb #9394bd82
+# %% ../../nbs/plan/02_recipe.ipynb #7b473861
 def _strategy_name(v):
     if isinstance(v, str) and v.strip().lower() == "auto": return "auto"
     s, problems = _parse_strategy(v)
     if problems: raise ValueError(problems[0].message)
     return s.name
+def _masked(field, value): return masked(value) if field != "env" else {k: "***" if secret_name(k) else masked(v) for k, v in value.items()}
 def _once(problems):
     "`problems` without those that say the same again."
     return list({(p.field, p.message): p for p in problems}.values())
 
-# %% ../../nbs/plan/02_recipe.ipynb #d8865679
+# %% ../../nbs/plan/02_recipe.ipynb #88154138
 class Recipe(_Sharding):
     "A run, described: typed, complete, and the same from a cell, a file, a form or a command line."
     def __init__(self, **data):
         try: super().__init__(**data)
         except ValidationError as e:
-            bad = [_problem_of(err) for err in e.errors()]
+            told = [x for x in e.errors() if not (x["loc"][0] in ("deepspeed", "fsdp_config") and x["loc"][1:] == ("str",) and isinstance(x["input"], dict))] # a mapping's own fault is told
+            bad = [_problem_of(x) for x in told]
             rest = {k: v for k, v in data.items() if k in type(self).model_fields and k not in {str(p["loc"][0]) for p in e.errors()}}
             try: Recipe(**rest)
             except RecipeError as more: bad += more.problems
             raise RecipeError(_once(bad)) from None
-        _check(self)
+        if problems := contradictions(self): raise RecipeError(problems)
     @field_validator("*", mode="before")
     @classmethod
     def _read_value(cls, v, info):
@@ -322,30 +238,35 @@ class Recipe(_Sharding):
         if isinstance(v, os.PathLike): v = os.fspath(v)
         if isinstance(v, str): v = _text_value(info.field_name, v, kinds)
         elif isinstance(v, (int, float)) and kinds == {list}: v = [str(v)]
+        elif info.field_name == "report_to" and v == ["none"]: v = []
         if info.field_name == "env" and isinstance(v, dict): v = {k: str(x) if type(x) is int else x for k, x in v.items()}
         return _strategy_name(v) if info.field_name == "strategy" else v
     def __repr__(self): return f"Recipe({', '.join(f'{k}={_masked(k, v)!r}' for k, v in self.options().items())})"
     __str__ = __repr__
     @property
     def notes(self) -> list: # sentences
-        "What a file in another tool's words said and this recipe doesn't, when it was read from one."
+        "What a file in another tool's words said and this recipe doesn't, and what `resolve` worked out otherwise than it was given."
         return list(self.__dict__.get("_notes", ()))
     def options(self) -> dict: # field -> value, in the fields' order
-        "What differs from the defaults."
-        default = lambda f: f.get_default(call_default_factory=True)
-        return {k: getattr(self, k) for k, f in type(self).model_fields.items() if getattr(self, k) != default(f)}
-    def replace(self, **changes) -> "Recipe":
+        "What differs from the defaults; beside a DeepSpeed JSON or FSDP settings also what was given as it is by default, because they decide what wasn't."
+        kept = self.model_fields_set if self.deepspeed is not None or self.fsdp_config else ()
+        return {k: v for k in type(self).model_fields if (v := getattr(self, k)) != _default(k) or k in kept and v is not None}
+    def replace(self,
+        **changes, # field=value
+    ) -> "Recipe": # raises `RecipeError` for what can't be true together
         "A new recipe with `changes`; what was worked out for this one is worked out anew."
         return type(self)(**{**{k: getattr(self, k) for k in self.model_fields_set}, **changes})
 
-# %% ../../nbs/plan/02_recipe.ipynb #7807f880
+# %% ../../nbs/plan/02_recipe.ipynb #f8e4bea8
 def _as_text(v):
     "Value `v` as an option's text."
     if isinstance(v, bool): return str(v).lower()
     if isinstance(v, list): return ",".join(map(str, v))
     return json.dumps(v) if isinstance(v, dict) else f"{v}"
-def _magic_line(self, magic="%shardtrain") -> str:
-    "The magic line, or with `magic='shardnb train'` the command line, that is equal to this recipe."
+def _magic_line(self,
+    magic="%shardtrain", # what the line begins with; 'shardnb train' makes it a command
+) -> str:                # one line; secrets in it are masked
+    "The magic line or command that is equal to this recipe."
     parts = [magic]
     for k, v in self.options().items():
         flag = "--" + k.replace("_", "-")
@@ -355,8 +276,10 @@ def _magic_line(self, magic="%shardtrain") -> str:
     return " ".join(parts)
 Recipe.magic_line = _magic_line
 
-# %% ../../nbs/plan/02_recipe.ipynb #8cbedcef
-def _to_yaml(self, path=None) -> str: # the text; with `path` it is written there too
+# %% ../../nbs/plan/02_recipe.ipynb #1cc29416
+def _to_yaml(self,
+    path=None, # a file that the text is written to as well
+) -> str:      # the text
     "This recipe as YAML."
     options = {k: _masked(k, v) if k == "env" else v for k, v in self.options().items()}
     text = yaml.safe_dump(options, sort_keys=False, allow_unicode=True, default_flow_style=False, width=120) if options else "{}\n"
@@ -364,52 +287,41 @@ def _to_yaml(self, path=None) -> str: # the text; with `path` it is written ther
     return text
 Recipe.to_yaml = _to_yaml
 
-# %% ../../nbs/plan/02_recipe.ipynb #95676d3b
-def _from_dict(cls, d) -> "Recipe":
-    "The recipe that mapping `d` describes, in any known dialect."
+# %% ../../nbs/plan/02_recipe.ipynb #008df514
+def _from_dict(cls,
+    d,           # a mapping: ours, Transformers', ms-swift's, an article's, an Accelerate configuration or a DeepSpeed JSON
+) -> "Recipe":   # with `notes` on what isn't carried over; raises `RecipeError`
+    "The recipe that a mapping describes, in any known dialect."
     from shardnb.plan.dialect import canonical
     known, notes = canonical(d)
     recipe = cls(**known)
     recipe.__dict__["_notes"] = notes
     return recipe
-def _from_yaml(cls, source) -> "Recipe":
+def _from_yaml(cls,
+    source,      # a path, a name of the library, or YAML text itself
+) -> "Recipe":   # as from `from_dict`
     "The recipe in a YAML file, or in YAML text."
     return cls.from_dict(read_yaml(source))
 Recipe.from_dict, Recipe.from_yaml = classmethod(_from_dict), classmethod(_from_yaml)
 
-# %% ../../nbs/plan/02_recipe.ipynb #355209b0
-def _device_problems(r, cuda):
-    "What the device can't do."
-    out = []
-    if r.precision == "fp16" and not cuda:
-        out.append(Problem("precision", "fp16", "fp16 needs a GPU: on a CPU ddp would silently train in fp32, and ZeRO refuses", "fp32, bf16, bf16-pure",
-                           "bf16"))
-    if (r.attn_implementation or "").startswith("flash") and not cuda:
-        out.append(Problem("attn_implementation", r.attn_implementation, f"{r.attn_implementation} needs a GPU", "sdpa, eager, flex_attention", "sdpa"))
-    if r.use_liger_kernel and not cuda: out.append(Problem("use_liger_kernel", True, "Liger's kernels need a GPU", "false", "false"))
-    if r.optim == "adamw_torch_fused" and not cuda: out.append(Problem("optim", r.optim, "the fused AdamW needs a GPU", "adamw_torch, sgd", "adamw_torch"))
-    if r.gpus is not None and not cuda: out.append(Problem("gpus", r.gpus, "there is no GPU on this machine", "leave it out"))
-    return out
-
-# %% ../../nbs/plan/02_recipe.ipynb #9aaa0801
-_BUILTIN = ("demo", "tiny")
-def _file_problems(r):
-    "Paths that don't exist, and files of a kind that can't be read."
-    out = [p for k in ("model", "tokenizer", "dataset") if (v := getattr(r, k)) and v not in _BUILTIN for p in name_problems(k, v)]
-    d = r.dataset and as_path(r.dataset)
-    if d and d.is_file(): out += kind_problems("dataset", r.dataset)
-    if r.nvme_path and Strategy.parse(r.strategy).nvme and not as_path(r.nvme_path).is_dir(): out.append(missing_file("nvme_path", r.nvme_path))
-    return out
-
 # %% ../../nbs/plan/02_recipe.ipynb #2b6de0a3
 _RATES = {"full": 1e-5, "lora": 1e-4, "qlora": 2e-4}
 
-# %% ../../nbs/plan/02_recipe.ipynb #8dae1209
-def _whole(text):
+# %% ../../nbs/plan/02_recipe.ipynb #4387f6b3
+def _lasting(text):
     "A path that means the same wherever a process is; `..` is followed as the disk does."
     p = as_path(text)
     return str(p.resolve() if ".." in p.parts else p.absolute())
-def _resolve(self, world_size=None, cuda=False, bf16_ok=False) -> "Recipe":
+def _set_aside(r, fill, cuda, bf16_ok):
+    "What was given and is not done so, in sentences."
+    p = fill["precision"]
+    if r.dtype not in (None, fill["dtype"]): yield f"dtype {r.dtype} has no effect at precision {p} and tuning full: weights that train are the fp32 master copy, so they are loaded in float32"
+    if cuda and not bf16_ok and p.startswith("bf16"): yield f"precision {p} is emulated and slow on a GPU older than Ampere; fp16 would use its tensor cores"
+def _resolve(self,
+    world_size=None, # ranks of the whole run; None: nproc, else one per entry of gpus, else 2, the fewest that show sharding
+    cuda=False,      # whether ranks run on GPUs
+    bf16_ok=False,   # whether these GPUs compute in bf16 (Ampere or newer): precision is bf16 there when none is given, and else fp32
+) -> "Recipe":       # raises `RecipeError` with every problem of recipe, JSON, files and device
     "This recipe with everything worked out for `world_size` ranks on this kind of device."
     from shardnb.plan.override import adopt, override_problems
     r, problems = adopt(self)
@@ -418,7 +330,8 @@ def _resolve(self, world_size=None, cuda=False, bf16_ok=False) -> "Recipe":
         problems.append(Problem("nproc", r.nproc, f"{r.nproc} ranks, but this run sees {world_size}", f"at most {world_size}", str(world_size)))
     fill = {"nproc": r.nproc or n, "precision": r.precision or ("bf16" if cuda and bf16_ok else "fp32")}
     fill["dtype"] = weights_dtype(r.model_copy(update=fill))
-    if r.output_dir: fill["output_dir"] = _whole(r.output_dir) # ranks and a later notebook may be elsewhere
+    if r.output_dir: fill["output_dir"] = _lasting(r.output_dir) # ranks and a later notebook may be elsewhere
+    if r.warmup_ratio and r.warmup_steps == 0: fill["warmup_steps"] = None # 0 says nothing beside a ratio, and Transformers would take it
     if r.precision is None and fill["precision"] == "fp32" and r.dtype not in (None, "float32"):
         problems.append(Problem("dtype", r.dtype, f"precision is fp32 here, which needs float32 weights, not {r.dtype}", "float32, or precision bf16",
                                 "float32"))
@@ -426,10 +339,12 @@ def _resolve(self, world_size=None, cuda=False, bf16_ok=False) -> "Recipe":
     except RecipeError as e: problems += e.problems
     fill |= {"learning_rate": r.learning_rate or _RATES[r.tuning], "activation_checkpointing": cuda if r.activation_checkpointing is None
              else r.activation_checkpointing}
-    problems += _device_problems(r, cuda) + _file_problems(r) + _tracker_packages(r)
-    problems += override_problems(r, n)
+    problems += machine_problems(r, cuda)
+    problems += override_problems(r)
     if problems: raise RecipeError(_once(problems))
-    return type(self).model_construct(_fields_set=set(self.model_fields_set), **{**{k: getattr(r, k) for k in type(self).model_fields}, **fill})
+    out = type(self).model_construct(_fields_set=set(self.model_fields_set), **{**{k: getattr(r, k) for k in type(self).model_fields}, **fill})
+    if told := [*self.notes, *_set_aside(r, fill, cuda, bf16_ok)]: out.__dict__["_notes"] = told
+    return out
 Recipe.resolve = _resolve
 
 # %% ../../nbs/plan/02_recipe.ipynb #2109bb17
@@ -440,8 +355,10 @@ def _require(self, *names) -> "Recipe":
     return self
 Recipe.require = _require
 
-# %% ../../nbs/plan/02_recipe.ipynb #09395e5d
-def _preview(self, n=3): # a `run.data.Preview`
+# %% ../../nbs/plan/02_recipe.ipynb #e74151bf
+def _preview(self,
+    n=3, # rows to show; the lengths are of all that were looked at
+):       # a `run.preview.Preview`; raises `RecipeError` without a model or a dataset
     "The first `n` rows as the model will see them, and how long rows are."
     from shardnb import upstairs
     return upstairs("Recipe.preview")(self.require("dataset", "model"), n)

@@ -100,10 +100,12 @@ def _bad_offload(text, base, o):
     elif why is None: why = f"DeepSpeed has NVMe offload at stage 3 only (at stage {base[4]} it would quietly use the CPU)"
     return Problem("strategy", text, f"{base} has no '+{o}': {why}", ", ".join([base, *(f"{base}+{h}" for h in have)]), near)
 
-# %% ../../nbs/plan/01_strategy.ipynb #d6d5afde
+# %% ../../nbs/plan/01_strategy.ipynb #2ab8e7f2
+_PARSED = {} # canonical name -> its `Strategy`: a plan asks for the same few hundreds of times
 def _parse_strategy(text):
     "(Strategy or None, problems)"
     if isinstance(text, Strategy): return text, []
+    if isinstance(text, str) and text in _PARSED: return _PARSED[text], []
     if not isinstance(text, str) or not text.strip(): return None, [Problem("strategy", text, f"{text!r} is not the name of a strategy", ", ".join(STRATEGIES))]
     first, *rest = text.strip().split("+")
     base = _base_name(first)
@@ -120,7 +122,9 @@ def _parse_strategy(text):
     problems += [Problem("strategy", text, f"two places for the same part ({'parameters' if p == 'param' else 'optimizer'})", f"one +{p}-… suffix",
                          f"{base}+{p}-cpu")
                  for p in ("optim", "param") if len({o for o in offloads if o.startswith(p)}) > 1 and not problems]
-    return (None, problems) if problems else (_make(base, sorted(set(offloads))), [])
+    if problems: return None, problems
+    s = _make(base, sorted(set(offloads)))
+    return _PARSED.setdefault(s.name, s), []
 
 # %% ../../nbs/plan/01_strategy.ipynb #4103d1e3
 def _parse(cls, text):
@@ -162,13 +166,14 @@ def _zero_block(s, recipe, facts, cuda):
         if place: z[key] = {"device": place, "pin_memory": cuda} | ({"nvme_path": recipe.nvme_path} if place == "nvme" else {})
     return z
 
-# %% ../../nbs/plan/01_strategy.ipynb #f0405972
+# %% ../../nbs/plan/01_strategy.ipynb #f668f240
 _DS_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 COMPUTE = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "bf16-pure": "bfloat16"} # precision: the type of a matrix product
 def weights_dtype(
     recipe,      # its dtype, precision, tuning and fp32_norms
 ) -> str:        # a torch dtype's name
     "What weights are loaded in: fp32 where they are the master copy or their norms stay fp32, the computing format where they are frozen or pure."
+    if recipe.tuning == "full" and recipe.precision in ("bf16", "fp16"): return "float32" # whatever `dtype` says: they are the master copy
     if recipe.dtype: return recipe.dtype
     if recipe.precision != "bf16-pure" and (recipe.tuning == "full" or recipe.fp32_norms): return "float32"
     return COMPUTE[recipe.precision or "fp32"]
@@ -191,45 +196,45 @@ def _deepspeed_json(s, recipe, facts, world_size, cuda):
             "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
             "steps_per_print": 10**9, "wall_clock_breakdown": False}
 
-# %% ../../nbs/plan/01_strategy.ipynb #bf2e256b
+# %% ../../nbs/plan/01_strategy.ipynb #7149bec3
 def _fsdp_settings(s, recipe, facts):
     "Settings for FSDP2's `fully_shard`, in Transformers' names where it has one."
     mixed = recipe.precision in ("bf16", "fp16")
     return {"version": 2, "reshard_after_forward": s.reshard, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "transformer_layer_cls_to_wrap": list(recipe.fsdp_wrap or (facts or {}).get("layer_classes") or []), "keep": list(recipe.fsdp_keep),
             "state_dict_type": "FULL_STATE_DICT" if recipe.save_only_model else "SHARDED_STATE_DICT", "offload_params": bool(s.offload),
-            "cpu_ram_efficient_loading": False, "activation_checkpointing": False,
+            "cpu_ram_efficient_loading": recipe.tuning != "qlora" and not (recipe.fp32_norms and mixed), "activation_checkpointing": False,
             "param_dtype": COMPUTE[recipe.precision] if mixed else None, "output_dtype": None, "sync_each_batch": True,
             "reduce_dtype": recipe.reduce_dtype or ("float32" if mixed else None), "fp32_norms": bool(recipe.fp32_norms and mixed)}
 
-# %% ../../nbs/plan/01_strategy.ipynb #6915bd5f
-def _ddp_settings(recipe):
+# %% ../../nbs/plan/01_strategy.ipynb #f9be393b
+def _ddp_settings(recipe, cuda):
     "Settings for DistributedDataParallel."
-    hook = {"bfloat16": "bf16", "float16": "fp16"}.get(recipe.reduce_dtype)
+    hook = {"bfloat16": "bf16" if cuda else None, "float16": "fp16"}.get(recipe.reduce_dtype)
     return {"bucket_cap_mb": 25, "gradient_as_bucket_view": True, "find_unused_parameters": False, "comm_hook": hook}
 
-# %% ../../nbs/plan/01_strategy.ipynb #926ee47a
+# %% ../../nbs/plan/01_strategy.ipynb #ce8a0fd0
 def settings(
     strategy,       # a `Strategy` or its name
     recipe,         # a resolved `Recipe`
     facts=None,     # what is known of the model (hidden_size, largest_layer, layer_classes, …); None: DeepSpeed's own sizes, and a note says so
     world_size=1,   # ranks
-    cuda=False,     # whether ranks are on GPUs; decides pinned memory
+    cuda=False,     # whether ranks are on GPUs; decides pinned memory, and in what DDP can sum
 ) -> dict:          # {"engine", "strategy", "world_size", the engine's block, "notes"}
     "Everything the engine is told, with numbers."
     s = Strategy.parse(strategy)
     facts = facts if facts and facts.get("hidden_size") else None
-    out = {"engine": s.engine, "strategy": s.name, "world_size": world_size, "precision": recipe.precision, "notes": _notes(s, recipe, facts)}
-    if s.engine == "ddp": out["ddp"] = _ddp_settings(recipe)
+    out = {"engine": s.engine, "strategy": s.name, "world_size": world_size, "precision": recipe.precision, "notes": _notes(s, recipe, facts, cuda)}
+    if s.engine == "ddp": out["ddp"] = _ddp_settings(recipe, cuda)
     elif s.engine == "fsdp": out["fsdp"] = _fsdp_settings(s, recipe, facts)
     else: out["deepspeed"] = _deepspeed_json(s, recipe, facts, world_size, cuda)
     from shardnb.plan.override import merge_override
-    return merge_override(out, recipe, s, world_size)
+    return merge_override(out, recipe, s)
 
-# %% ../../nbs/plan/01_strategy.ipynb #afd99555
-def _notes(s, recipe, facts):
+# %% ../../nbs/plan/01_strategy.ipynb #2e66455a
+def _notes(s, recipe, facts, cuda):
     "What a person should know about this combination, in sentences."
-    out = []
+    out = list(getattr(recipe, "notes", ())) # what was said in another tool's words, and what was worked out otherwise than it was given
     if s.engine != "fsdp":
         out += [f"{k} has no effect under {s.name}: it is for fsdp" for k in ("fsdp_wrap", "fsdp_keep") if getattr(recipe, k)]
         if recipe.fsdp_config: out.append(f"fsdp_config has no effect under {s.name}: it is for fsdp")
@@ -237,6 +242,9 @@ def _notes(s, recipe, facts):
     if recipe.nvme_path and not s.nvme: out.append(f"nvme_path has no effect under {s.name}: nothing is offloaded to a disk")
     if recipe.fp32_norms and recipe.precision not in ("bf16", "fp16"): out.append(f"fp32_norms has no effect at precision {recipe.precision}")
     elif recipe.fp32_norms and s.engine == "ddp": out.append("fp32_norms is how ddp works already: autocast leaves normalisation in fp32")
+    if s.engine == "ddp" and recipe.reduce_dtype == "float32" and recipe.precision == "bf16-pure":
+        out.append("reduce_dtype float32 has no effect under ddp at precision bf16-pure: it sums gradients in the format that they have")
+    if s.engine == "ddp" and recipe.reduce_dtype == "bfloat16" and not cuda: out.append("reduce_dtype bfloat16 has no effect under ddp on a CPU: PyTorch's hook for it needs NCCL")
     if s.stage == 3 and facts:
         live, reuse = _live_limits(facts)
         if (live, reuse) != (_DS_LIMIT,) * 2:

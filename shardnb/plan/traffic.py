@@ -7,10 +7,11 @@ Docs: https://shardnb.github.io/shardnb/plan/traffic.html.md"""
 # %% auto #0
 __all__ = ['Traffic', 'communication', 'step_seconds']
 
-# %% ../../nbs/plan/07a_traffic.ipynb #a6b5277a
+# %% ../../nbs/plan/07a_traffic.ipynb #37a13bbd
+from collections import Counter
 from dataclasses import dataclass
 
-from .memory import widths
+from .memory import NF4, is_quantized, remembered, widths_of
 from .strategy import Strategy, settings
 
 # %% ../../nbs/plan/07a_traffic.ipynb #d4a02b82
@@ -35,17 +36,36 @@ def _wire(s, told, w):
     p = _BYTES.get(f.get("param_dtype"))
     return _BYTES.get(f.get("reduce_dtype"), w.grad), p or w.param, p or w.frozen
 
-# %% ../../nbs/plan/07a_traffic.ipynb #fcab7e6a
+# %% ../../nbs/plan/07a_traffic.ipynb #9104f417
+@dataclass(frozen=True)
+class _Kind:
+    "Parameters that a plan treats alike."
+    numel: int    # elements of one
+    trains: bool
+    unit: str     # its unit; layers before the last two are one
+    thin: bool    # in 4 bits in a quantized model
+    matrix: bool
+
+@remembered
+def _kinds(facts):
+    "[(kind, elements of all of it)]: sums over thirty kinds instead of a thousand parameters."
+    last, found = facts.get("num_hidden_layers") or 0, Counter()
+    ends = {f"layers.{last - i}" for i in (1, 2)}
+    for p in facts["params"]: found[_Kind(p[1], bool(p[2]), p[3] if p[3] in ends or not p[3].startswith("layers.") else "layers", is_quantized(p), len(p[4]) > 1)] += p[1]
+    return list(found.items())
+
+def _trainable(facts): return sum(n for k, n in _kinds(facts) if k.trains)
+
 def _gathers(s, told, facts, accum, checkpointing):
-    "[(parameter, times it is gathered in a step)]"
+    "[(kind, its elements, times they are gathered in a step)]"
     if s.engine == "ddp" or (s.engine == "deepspeed" and s.stage < 3): return []
     last = facts.get("num_hidden_layers") or 0
     turn = {"tail", *(f"layers.{last - i}" for i in ([1] if checkpointing else [1, 2]))} # within ZeRO-3's reuse distance, where forward turns into backward
     if s.engine == "deepspeed":
         small = told["deepspeed"]["zero_optimization"].get("stage3_param_persistence_threshold", 0)
-        return [(p, 1 if p[1] <= small else accum * (1 if p[3] in turn else 2)) for p in facts["params"]]
+        return [(k, n, 1 if k.numel <= small else accum * (1 if k.unit in turn else 2)) for k, n in _kinds(facts)]
     whole = ("tail", "kept")  # gathered in forward and kept until backward
-    return [(p, accum * (1 if not s.reshard or p[3] in whole else 2)) for p in facts["params"]]
+    return [(k, n, accum * (1 if not s.reshard or k.unit in whole else 2)) for k, n in _kinds(facts)]
 
 def communication(
     strategy,     # a `Strategy` or its name
@@ -57,54 +77,52 @@ def communication(
     "What a rank sends, and what its offload moves, in one step."
     s = Strategy.parse(strategy)
     told = settings(s, recipe, facts, world_size, cuda)
-    zero = told.get("deepspeed") or {}
-    autocast = bool((zero.get("torch_autocast") or {}).get("enabled"))
-    w = widths(s.engine, recipe.precision, recipe.dtype or "float32", (zero.get("data_types") or {}).get("grad_accum_dtype"), autocast)
+    w = widths_of(s, told, recipe.precision, recipe.dtype or "float32")
     ring, n, a = (world_size - 1) / world_size, world_size, recipe.grad_accum
-    trainable = sum(p[1] for p in facts["params"] if p[2])
+    trainable = _trainable(facts)
     reduced, moves, still = _wire(s, told, w)
     gathers = _gathers(s, told, facts, a, recipe.activation_checkpointing)
-    four_bit = lambda p: recipe.tuning == "qlora" and p[3].startswith("layers.")
-    size = lambda p, trains, frozen: p[1] * (trains if p[2] else .5 if four_bit(p) else frozen)
-    gathered = sum(size(p, moves, still) * times for p, times in gathers)
-    fetched = sum(size(p, w.param, w.frozen) / n * times for p, times in gathers)
-    offload = _offload(s, w, reduced, trainable, fetched, n, a)
+    width = lambda k, trains, frozen: trains if k.trains else NF4 if recipe.tuning == "qlora" and k.thin else frozen
+    gathered = sum(width(k, moves, still) * size * times for k, size, times in gathers)
+    fetched = [(width(k, w.param, w.frozen) * size / n * times, k.trains) for k, size, times in gathers]
+    offload = _offload(s, told, w, trainable / n, fetched, a)
     if s.engine == "ddp": return Traffic(all_reduce=2 * ring * trainable * reduced)
     if s.stage in (1, 2):
         return Traffic(all_reduce=2 * ring * trainable * reduced * (a if s.stage == 2 else 1), all_gather=ring * trainable * w.param, **offload)
-    often = s.stage == 3 or (told.get("fsdp") or {}).get("sync_each_batch")
-    return Traffic(reduce_scatter=ring * trainable * reduced * (a if often else 1), all_gather=ring * gathered, **offload)
+    return Traffic(reduce_scatter=ring * trainable * reduced * a, all_gather=ring * gathered, **offload)
 
-# %% ../../nbs/plan/07a_traffic.ipynb #3a448161
-def _offload(s, w, reduced, trainable, fetched, n, a):
-    "The `Traffic` between device and host or disk, as keywords; `fetched`: bytes of parameter shards that gathers ask for."
+# %% ../../nbs/plan/07a_traffic.ipynb #f99639f5
+def _offload(s, told, w, shard, fetched, a):
+    "The `Traffic` between device and host or disk, as keywords; `shard`: elements that train, of a rank; `fetched`: (bytes of a parameter's shard that gathers ask for, whether it trains)."
     out = dict(to_device=0., to_host=0., disk=0.)
-    shard = trainable / n
+    asked = sum(b for b, _ in fetched)
     if s.engine == "fsdp":
-        if s.offload: out["to_device"], out["to_host"] = fetched, shard * reduced
+        if s.offload: out["to_device"], out["to_host"] = asked, a * shard * w.grad
         return out
     if "optim" in s.offload:
         out["to_host"] += a * shard * w.grad
         out["to_device"] += (a - 1) * shard * w.grad + (0 if "param" in s.offload else shard * w.param)
-        if s.offload["optim"] == "nvme": out["disk"] += 2 * shard * (w.master + 2 * w.moment)
+        if s.offload["optim"] == "nvme": out["disk"] += 2 * shard * (w.master + 2 * w.moment + 4)
     if "param" in s.offload:
-        out["to_device"] += fetched
+        out["to_device"] += asked
         if "optim" not in s.offload: out["to_host"] += shard * w.param
-        if s.offload["param"] == "nvme": out["disk"] += fetched + shard * w.param
+        if s.offload["param"] == "nvme":
+            kept = min(1, int(told["deepspeed"]["zero_optimization"]["offload_param"].get("max_in_cpu", 1e9)) / max(shard, 1))
+            out["disk"] += sum(b * (1 - kept if trains else 1) for b, trains in fetched) + shard * w.param * (1 - kept)
     return out
 
-# %% ../../nbs/plan/07a_traffic.ipynb #fa9c0560
-_MFU, _CORE = .4, 20e9          # share of a GPU's figure; operations per second of a CPU core in fp32
+# %% ../../nbs/plan/07a_traffic.ipynb #d9b0681d
+_MFU, _CORE = .4, 20e9          # share of a GPU's figure (Llama 3 reports 38 to 43 %: arXiv:2407.21783); operations per second of a CPU core in fp32
 _FLOPS, _BANDWIDTH = 100e12, 1e12 # of a GPU that isn't known
-_LAUNCH = {"forward": .4e-3, "backward": .8e-3, "fsdp": .3e-3, "zero3": 1e-3} # least seconds per layer and micro-batch
-_PASSES = {"adamw_torch": 80, "adamw_torch_fused": 28, "sgd": 20, "adafactor": 60, "adamw_8bit": 18} # bytes per element
+_LAUNCH = {"forward": .4e-3, "backward": .8e-3, "fsdp": .3e-3, "zero3": 1e-3} # least seconds per layer and micro-batch: some 40 kernels forward, twice as many backward, 10 µs each; an order of magnitude
+_PASSES = {"adamw_torch": 80, "adamw_torch_fused": 28, "sgd": 20, "adafactor": 60, "adamw_8bit": 18} # bytes per element: fp32 tensors read and written, counted in the code of each (fused AdamW: four read, three written)
 _DISK, _CORE_BANDWIDTH, _WIRE = 3e9, 10e9, 10e9 # bytes per second of a disk, of host memory per core, of a link that isn't known
 _HIDES = {"ddp": {"all_reduce": .7}, "fsdp": {"all_gather": .7, "reduce_scatter": .7}, "deepspeed": {}}
 
 def _flops_per_token(recipe, facts):
     "Operations per token, forward and backward."
-    looked_up = 0 if facts.get("tied") else sum(p[1] for p in facts["params"] if p[3] == "embed")
-    learns = sum(p[1] for p in facts["params"] if p[2] and len(p[4]) > 1 and (facts.get("tied") or p[3] != "embed"))
+    looked_up = 0 if facts.get("tied") else sum(n for k, n in _kinds(facts) if k.unit == "embed")
+    learns = sum(n for k, n in _kinds(facts) if k.trains and k.matrix and (facts.get("tied") or k.unit != "embed"))
     return (6 if recipe.activation_checkpointing else 4) * (facts["total"] - looked_up) + 2 * learns
 
 def _launch_seconds(s, recipe, facts):
@@ -115,7 +133,7 @@ def _launch_seconds(s, recipe, facts):
 
 def _host_rate(machine): return machine.host_bandwidth or _CORE_BANDWIDTH * machine.cores
 
-# %% ../../nbs/plan/07a_traffic.ipynb #46cba745
+# %% ../../nbs/plan/07a_traffic.ipynb #4c3573eb
 def step_seconds(
     strategy,       # a `Strategy` or its name
     recipe,         # a resolved `Recipe`
@@ -123,10 +141,11 @@ def step_seconds(
     machine,        # a `Machine`
     world_size: int,# ranks
     link=None,      # measured bytes per second that a rank sends in a collective; None: the machine's, at its assumed share
+    traffic: Traffic=None, # of `communication`; None: work it out
 ) -> dict:          # seconds of 'compute', 'communication', 'optimizer', 'offload', 'disk' and 'total'
     "One optimizer step by the model above."
     s, n = Strategy.parse(strategy), world_size
-    t = communication(s, recipe, facts, n, machine.cuda)
+    t = traffic or communication(s, recipe, facts, n, machine.cuda)
     gpu = machine.gpus[0] if machine.cuda else None
     rate = ((gpu.flops32 if recipe.precision == "fp32" else gpu.flops) or _FLOPS) * _MFU if gpu else _CORE * machine.cores / n
     micro = _flops_per_token(recipe, facts) * recipe.micro_batch * recipe.max_length / rate
@@ -135,7 +154,7 @@ def step_seconds(
     hides = {**_HIDES[s.engine], **({"all_gather": .5} if s.stage == 3 else {})}
     room = {"all_gather": compute, "all_reduce": compute / recipe.grad_accum * 2 / 3, "reduce_scatter": compute / recipe.grad_accum * 2 / 3}
     talk = sum(x - min(hides.get(k, 0) * x, room[k]) for k in room for x in [getattr(t, k) / wire])
-    trainable = sum(p[1] for p in facts["params"] if p[2]) / (n if s.shards else 1)
+    trainable = _trainable(facts) / (n if s.shards else 1)
     host = not gpu or "optim" in s.offload or (s.engine == "fsdp" and s.offload)
     memory = _host_rate(machine) * .5 / n if host else (gpu.bandwidth or _BANDWIDTH) * .7
     pcie = (machine.pcie or 16e9) * .7 if gpu else _host_rate(machine) * .5 / n

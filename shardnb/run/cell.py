@@ -22,7 +22,7 @@ NOTEBOOK = ("display", "get_ipython")  # IPython adds them to the builtins; a ra
 class CellError(RecipeError):
     "The cell can't be run on ranks; `.problems` says why"
 
-# %% ../../nbs/run/02_cell.ipynb #cf269371
+# %% ../../nbs/run/02_cell.ipynb #64f42d87
 def _globals_of(code):
     "Global names that a function or class body, and what is inside it, loads"
     ins = list(dis.get_instructions(code))
@@ -31,6 +31,11 @@ def _globals_of(code):
     return loads.union(*(_globals_of(c) for c in code.co_consts if isinstance(c, types.CodeType)))
 
 _AT_ONCE = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")  # code objects of their own before Python 3.12, run where they stand
+
+def _bound_by(code):
+    "Names that a comprehension at the top gives to the cell, with `:=`"
+    inside = [c for c in code.co_consts if isinstance(c, types.CodeType) and c.co_name in _AT_ONCE]
+    return {i.argval for i in dis.get_instructions(code) if i.opname == "STORE_GLOBAL"}.union(*map(_bound_by, inside))
 
 def _scan(code):
     "(names loaded before they are stored, all names loaded at the top, names loaded in functions, names stored at the top)"
@@ -42,7 +47,10 @@ def _scan(code):
             if i.argval not in stored: early.add(i.argval)
         elif isinstance(i.argval, types.CodeType):
             names = _globals_of(i.argval)
-            if i.argval.co_name in _AT_ONCE: early |= names - stored
+            if i.argval.co_name in _AT_ONCE:
+                made = _bound_by(i.argval)
+                early |= names - stored - made
+                stored |= made
             else: inner |= names
             loads |= names
     return early, loads, inner, stored

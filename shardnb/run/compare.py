@@ -15,10 +15,12 @@ from ..plan.memory import CATEGORIES
 from ..plan.problem import Problem, RecipeError, ShardnbError, nearest
 from ..plan.strategy import Strategy
 from .cell import Cell
-from .handle import ENDED, Run, as_recipe, attach, checked, offered_variables, train
+from .handle import ENDED, Run
+from .registry import attach
+from .start import as_recipe, checked, offered_variables, train
 if TYPE_CHECKING: import matplotlib.figure, pandas  # imported late: `import shardnb` stays light
 
-# %% ../../nbs/run/13_compare.ipynb #2b5175ed
+# %% ../../nbs/run/13_compare.ipynb #c4f812dd
 SETTLED = 2  # steps that are left out where there are more
 COLUMNS = ["strategy", "state", "steps", "loss", "loss_diff", "peak_bytes", "predicted_bytes", "host_bytes", "sent_bytes", "step_s", "tokens_per_s", *(c for c in CATEGORIES if c != "context"), "run"]
 
@@ -33,28 +35,32 @@ def _peak(memory, place):
     parts = here[(here.step == top.step) & (here["rank"] == top["rank"])].set_index("category").bytes
     return int(top.bytes), {c: int(parts[c]) for c in CATEGORIES if c in parts and c != "context"}
 
+def _on_host(memory):
+    "The most that a rank was seen to hold on the host; None where nothing is offloaded"
+    here = _settled(memory[(memory.place == "host") & (memory.moment != "peak")])
+    return int(here.groupby(["rank", "step", "moment"]).bytes.sum().max()) if len(here) else None
+
 def row_of(
     run:Run, # ended or not
     base:"pandas.Series"=None, # losses by step that its own are compared with
 ) -> dict: # one value for each of `COLUMNS`; what isn't known yet is None
     "What a run has shown, in a line"
-    m, comm = run.metrics, _settled(run.comm)
-    peak, parts = _peak(run.memory, "device")
-    host, _ = _peak(run.memory, "host")
+    m, memory, comm = run.metrics, run.memory, _settled(run.comm)
+    peak, parts = _peak(memory, "device")
     speed, losses = _settled(m), m.set_index("step").loss
     sent = comm[comm.step == comm.step.max()].groupby("rank").sent.sum() if len(comm) else comm.sent
     same = losses.index.intersection(base.index) if base is not None else ()
     row = dict(strategy=run.plan.get("strategy"), state=run.state, steps=len(m), loss=losses.iloc[-1] if len(m) else None, loss_diff=(losses[same] - base[same]).abs().max() if len(same) else None,
-               peak_bytes=peak, predicted_bytes=run.predicted.peak if run.predicted else None, host_bytes=host, sent_bytes=int(sent.mean()) if len(sent) else None,
+               peak_bytes=peak, predicted_bytes=run.predicted.peak if run.predicted else None, host_bytes=_on_host(memory), sent_bytes=int(sent.mean()) if len(sent) else None,
                step_s=speed.step_s.median() if len(m) else None, tokens_per_s=speed.tokens_per_s.median() if len(m) else None, run=run.id)
     return {c: row.get(c, parts.get(c)) for c in COLUMNS}
 
-# %% ../../nbs/run/13_compare.ipynb #9bd2fcf3
+# %% ../../nbs/run/13_compare.ipynb #425823d6
 class Comparison:
-    "Runs side by side: `.table`, `.losses`, `.figure()`; `c['zero3']` is the run under that strategy"
+    "Runs side by side: `.table`, `.losses`, `.figure()`; `c['zero3']` is the run under that strategy; `.left` says of each strategy that was asked for and not run why"
     def __init__(self,
         runs, # of `Run`
-    ): self.runs, self._rows = list(runs), {}
+    ): self.runs, self.left, self._rows = list(runs), {}, {}
 
     def rows(self) -> list: # dicts with the keys `COLUMNS`
         "One row for each run; those of runs that have ended are worked out once"
@@ -90,7 +96,9 @@ class Comparison:
         raise ShardnbError(str(Problem("strategy", name, "isn't in this comparison", ", ".join(self.names), nearest(name, self.names))))
     def __iter__(self): return iter(self.runs)
     def __len__(self): return len(self.runs)
-    def __repr__(self): return self.table.drop(columns=["run", *(c for c in CATEGORIES if c != "context")]).to_string(index=False)
+    def __repr__(self):
+        shown = self.table.drop(columns=["run", *(c for c in CATEGORIES if c != "context")]).to_string(index=False)
+        return "\n".join([shown, *(f"{name} was not run: {why}" for name, why in self.left.items())])
 
     def _repr_html_(self):
         from shardnb import upstairs
@@ -101,7 +109,7 @@ class Comparison:
         from shardnb import upstairs
         return upstairs("Comparison.figure")(self)
 
-# %% ../../nbs/run/13_compare.ipynb #6eeb1a52
+# %% ../../nbs/run/13_compare.ipynb #3967bae3
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp")
 
 def _strategies(given):
@@ -122,22 +130,33 @@ def _steps(steps):
 def _follow(run, steps, comparison, on_change):
     "Wait for the end of a run, telling what is new; True when an interrupt ended it"
     interrupted, told = False, 0.
-    while not run.ended:
+    while True:
         try:
+            if run.ended: break
             if run.plan.get("kind") == "loop" and not run.rundir.stop_requested() and len(run.events("step", rank=0)) >= steps: run.stop()  # a loop of the cell's own doesn't know how many are wanted
             if on_change and time.monotonic() - told > 1:
                 on_change(comparison)
                 told = time.monotonic()
             time.sleep(.1)
         except KeyboardInterrupt:
-            if interrupted: raise
+            if interrupted: break
             interrupted = True
             run.kill()
     if on_change: on_change(comparison)
     return interrupted
 
+def _those(given):
+    "Runs that are there already; one error with all that aren't"
+    out, problems = [], [] if len(given) else [Problem("runs", None, "names no run", "ids of runs, with commas between them")]
+    for r in given:
+        try: out.append(r if isinstance(r, Run) else attach(r))
+        except RecipeError as e: problems += [replace(p, field="runs") for p in e.problems]
+        except ShardnbError as e: problems.append(Problem("runs", r, str(e).removeprefix("id: ")))
+    if problems: raise RecipeError(problems)
+    return out
+
 def compare(
-    recipe=None, # a Recipe, a dict, or YAML as text or file; or a list of runs, or of ids of runs, that are there already
+    recipe=None, # a Recipe, a dict, or YAML as text or file; or a list of runs, or of ids of runs, that are there already; then nothing else is looked at
     cell:str=None, # text of a cell to run on every rank under each strategy; None: the recipe says everything
     strategies=STRATEGIES, # names, as a list or as text with commas; the first is what losses are compared with
     steps:int=10, # optimizer steps of each run; at least 3
@@ -146,7 +165,7 @@ def compare(
     on_change=None, # called with the `Comparison` each second and at the end of each run
 ) -> Comparison: # raises `RecipeError` with all problems, before anything runs
     "Run the same work for a few steps under each strategy in turn, and compare"
-    if isinstance(recipe, (list, tuple, Comparison)): return Comparison([r if isinstance(r, Run) else attach(r) for r in recipe])
+    if isinstance(recipe, (list, tuple, Comparison)): return Comparison(_those(recipe))
     names, problems = _strategies(strategies)
     problems += _steps(steps)
     try: recipe = as_recipe(recipe)
@@ -160,7 +179,18 @@ def compare(
             if p not in problems: problems.append(p)
     if problems: raise RecipeError(problems)
     out = Comparison([])
-    for r in recipes:
-        out.runs.append(train(r, cell=cell, inputs=inputs, namespace=namespace, keep_model=False))
-        if _follow(out.runs[-1], steps, out, on_change): break
+    for name, r in zip(names, recipes):
+        try:
+            try: out.runs.append(train(r, cell=cell, inputs=inputs, namespace=namespace, keep_model=False))
+            except ShardnbError as e:
+                if not out.runs: raise  # there is nothing to show
+                out.left[name] = str(e)
+                continue
+            interrupted = _follow(out.runs[-1], steps, out, on_change)
+        except KeyboardInterrupt:
+            if not out.runs: raise
+            interrupted = True
+        if interrupted:
+            out.left |= dict.fromkeys(names[len(out.runs) + len(out.left):], "interrupted")
+            break
     return out

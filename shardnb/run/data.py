@@ -6,12 +6,10 @@ Docs: https://shardnb.github.io/shardnb/run/data.html.md"""
 
 # %% auto #0
 __all__ = ['has_markers', 'tokenize', 'load_rows', 'row_lengths', 'tokenize_rows', 'as_dataset', 'pad_to_full_batches',
-           'order_indices', 'RowOrder', 'collator_for', 'preview', 'preview_text', 'preview_html', 'Preview',
-           'previewed']
+           'order_indices', 'RowOrder', 'collator_for']
 
-# %% ../../nbs/run/06_data.ipynb #de27bbe8
+# %% ../../nbs/run/06_data.ipynb #1c291d78
 import hashlib
-import html
 import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,10 +17,10 @@ from pathlib import Path
 
 from ..plan.place import is_path
 from ..plan.problem import Problem, RecipeError
+from .builtin import build_once, cache_dir
 from .demo import PINNED, demo_note
 from .formats import RowError, raw_rows, rows
 from .formats import check_dataset as check_dataset, format_of as format_of   # offered here too
-from .models import build_once, cache_dir, load_tokenizer
 
 # %% ../../nbs/run/06_data.ipynb #c2058f7e
 def _render(tok, messages: list[dict], **kw): # text; token ids where the tokenizer doesn't know which characters a token stands for
@@ -336,7 +334,7 @@ def pad_to_full_batches(
     more = datasets.Dataset.from_list([blank] * extra, features=dataset.features)
     return datasets.concatenate_datasets([dataset, more]).with_format(dataset.format["type"]), extra   # which joining may drop
 
-# %% ../../nbs/run/06_data.ipynb #1d4e33b4
+# %% ../../nbs/run/06_data.ipynb #6d08a169
 def order_indices(
     n_real: int, # rows of the dataset
     n_extra: int, # rows added by `pad_to_full_batches`
@@ -353,16 +351,14 @@ class RowOrder:
         n_real: int, # rows of the dataset
         n_extra: int, # rows added at its end
         seed: int, # of the recipe
-        shuffle: bool = True, # False: in the order of the dataset
     ):
-        self.n_real, self.n_extra, self.seed, self.shuffle, self.epoch = n_real, n_extra, seed, shuffle, 0
+        self.n_real, self.n_extra, self.seed, self.epoch = n_real, n_extra, seed, 0
 
     def set_epoch(self, epoch: int): self.epoch = epoch
 
     def __len__(self) -> int: return self.n_real + self.n_extra
 
-    def __iter__(self) -> Iterator[int]:
-        return iter(order_indices(self.n_real, self.n_extra, self.seed, self.epoch) if self.shuffle else range(len(self)))
+    def __iter__(self) -> Iterator[int]: return iter(order_indices(self.n_real, self.n_extra, self.seed, self.epoch))
 
 # %% ../../nbs/run/06_data.ipynb #322f7b07
 def collator_for(
@@ -372,64 +368,3 @@ def collator_for(
     "What makes batches of prepared rows"
     from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
     return DataCollatorForLanguageModeling(pad_token_id=tokenizer.pad_token_id, padding_free=recipe.packing)
-
-# %% ../../nbs/run/06_data.ipynb #5f063af4
-def _pieces(tok, ids: list[int], labels: list[int]) -> list[list]: # [[text, trained], ...]
-    "Runs of tokens that are, or are not, trained on"
-    out = []
-    for t, lab in zip(ids, labels):
-        on = lab != -100
-        if not out or out[-1][1] != on: out.append([[], on])
-        out[-1][0].append(t)
-    return [[tok.decode(x), on] for x, on in out]
-
-def preview(
-    recipe, # its model or tokenizer, and its dataset fields
-    n: int = 3, # rows to show
-    sample: int = 200, # rows that the lengths are measured on
-) -> dict: # lengths {rows, min, median, p95, max, cut, trained_share}, rows [[text, trained], ...], notes
-    "What the first rows of a recipe look like as tokens"
-    import itertools
-
-    import numpy as np
-    notes, stats = [], _counts()
-    tok = load_tokenizer(recipe, on_note=notes.append)
-    done = list(itertools.islice(_tokenized(recipe, tok), sample))
-    if not sum(_counted(stats, d) for d in done): notes.append(f"WARNING: {_nothing(recipe, stats).message}")
-    notes += _notes(recipe, stats | {"cut": 0})   # the lengths tell that
-    size = np.array([d["length"] for d in done])
-    on, kept = sum(t != -100 for d in done for t in d["labels"]), sum(len(d["labels"]) for d in done)
-    lengths = {"rows": len(done), "min": int(size.min()), "median": int(np.median(size)), "p95": int(np.percentile(size, 95)), "max": int(size.max()),
-        "cut": int(sum(d["length"] > len(d["input_ids"]) for d in done)), "trained_share": round(on / max(1, kept), 4)}
-    return {"lengths": lengths, "rows": [_pieces(tok, d["input_ids"], d["labels"]) for d in done[:n]], "max_length": recipe.max_length, "notes": notes}
-
-# %% ../../nbs/run/06_data.ipynb #f51cbfcb
-def _summary(p: dict) -> str:
-    "The lengths of a preview in a sentence"
-    s = p["lengths"]
-    return (f"first {s['rows']} rows: {s['min']} to {s['max']} tokens (median {s['median']}, 95% under {s['p95']}); {s['cut'] / s['rows']:.0%} are cut at {p['max_length']}; "
-        f"{s['trained_share']:.0%} of the tokens are trained on")
-
-def preview_text(p: dict) -> str: # what is trained on stands between « and »
-    "A preview as text"
-    body = ["".join(f"«{t}»" if on else t for t, on in row) for row in p["rows"]]
-    return "\n\n".join([_summary(p), *p["notes"], *(f"[{i}] {b}" for i, b in enumerate(body))])
-
-def preview_html(p: dict) -> str: # what is trained on is marked
-    "A preview as HTML"
-    def mark(t, on): return f"<mark>{html.escape(t)}</mark>" if on else html.escape(t)
-    boxes = ['<pre style="white-space:pre-wrap;border:1px solid #8884;padding:.5em">' + "".join(mark(*x) for x in row) + "</pre>" for row in p["rows"]]
-    return "".join(f"<p>{html.escape(t)}</p>" for t in [_summary(p), *p["notes"]]) + "".join(boxes)
-
-class Preview(dict):
-    "What `preview` found, shown as text or as HTML"
-    def __repr__(self): return preview_text(self)
-    def _repr_html_(self): return preview_html(self)
-
-def previewed(
-    recipe, # a Recipe
-    n: int = 3, # rows to show
-) -> Preview:
-    "`preview`, asked of the planner's process: what `Recipe.preview` does"
-    from shardnb.run.planner import Planner
-    return Preview(Planner.get().call("preview", recipe=recipe.to_yaml(), n=n))

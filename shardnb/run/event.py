@@ -12,8 +12,8 @@ import json, math, os, time
 from pathlib import Path
 from ..plan.secret import FULL, masked
 
-# %% ../../nbs/run/00_event.ipynb #fc305f00
-SCHEMA = 1  # the version of the events written here; a reader skips lines with a higher one and counts them
+# %% ../../nbs/run/00_event.ipynb #6226cdbf
+SCHEMA = 1  # the version of the events written here; a reader passes over lines with a higher one
 COMMON = {
     "v": "version of the schema",
     "t": "time of writing, Unix seconds",
@@ -126,7 +126,7 @@ class EventWriter:
         if self._fd is not None: os.close(self._fd)
         self._fd = None
 
-# %% ../../nbs/run/00_event.ipynb #e37b018b
+# %% ../../nbs/run/00_event.ipynb #d3dc9711
 PIECE = 1 << 20  # bytes of a file that are read at once
 
 class EventReader:
@@ -136,7 +136,7 @@ class EventReader:
         offset:int=0, # where to begin, bytes
         kinds=(), # only these kinds, the other lines aren't parsed; empty: all
     ):
-        self.path, self.offset, self.kinds, self.bad, self.newer = Path(path), offset, set(kinds), 0, 0
+        self.path, self.offset, self.kinds, self.bad = Path(path), offset, set(kinds), 0
         self._words = [json.dumps(k).encode() for k in self.kinds]
 
     def each(self): # yields events (dicts) that were completed since the last call
@@ -167,8 +167,5 @@ class EventReader:
         if not isinstance(e, dict) or not isinstance(e.get("v"), int) or "kind" not in e:
             self.bad += 1
             return None
-        if e["v"] > SCHEMA:
-            self.newer += 1
-            return None
-        if self.kinds and e["kind"] not in self.kinds: return None
+        if e["v"] > SCHEMA or self.kinds and e["kind"] not in self.kinds: return None
         return {k: _restore(k, v) for k, v in e.items()} if b'nan"' in line or b'inf"' in line else e

@@ -7,7 +7,7 @@ Docs: https://shardnb.github.io/shardnb/run/exact.html.md"""
 # %% auto #0
 __all__ = ['MOMENTS', 'STAGES', 'trace', 'report', 'breakdown', 'exact']
 
-# %% ../../nbs/run/03b_exact.ipynb #7bf3b1dc
+# %% ../../nbs/run/03b_exact.ipynb #51ed512a
 import json
 import os
 import select
@@ -16,6 +16,7 @@ import sys
 import tempfile
 import time
 
+from ..plan.predict import reserve
 from ..plan.problem import PlanError, Problem, RecipeError
 
 # %% ../../nbs/run/03b_exact.ipynb #841951a4
@@ -70,7 +71,7 @@ def _scalar(t, ledger, masked):
     if t.dtype is torch.bool: return ledger.phase == "forward" and not masked
     return .5 if t.dtype.is_floating_point else 0
 
-# %% ../../nbs/run/03b_exact.ipynb #4cafe85d
+# %% ../../nbs/run/03b_exact.ipynb #f8ceb9fe
 MOMENTS = ("load", "forward", "backward", "step")
 
 def _side(d, place): return {c: int(n) for (p, c), n in d.items() if p == place and n > 0}
@@ -79,6 +80,7 @@ def report(
     found: dict,   # from `trace`
     cuda: bool,    # of the same
     strategy: str, # canonical name
+    nproc: int=1,  # ranks of the world that was played
 ) -> dict:         # JSON of a `MemoryBreakdown`, with states, timeline, held, seconds, rss beside
     "The step's peak by category on both sides, and every phase."
     phases = dict(found["phases"])
@@ -91,12 +93,14 @@ def report(
     device = {m: _side(d, "device") for m, d in phases.items()}
     at = max(MOMENTS, key=lambda m: sum(device[m].values()))
     states = {c: sum(n for (p, k), n in phases["after_backward"].items() if k == c) for c in ("params", "grads", "optimizer")}
+    held = sum(n for (p, c), n in phases["after_backward"].items() if p == "device" and c in states)
+    peak = sum(device[at].values())
     names = sorted({c for _, d in found["line"] for (p, c) in d if p == "device"})
     timeline = {"t": [t for t, _ in found["line"]], "bytes": {c: [d.get(("device", c), 0) for _, d in found["line"]] for c in names}, "marks": found["marks"], "ops": found["ops"]}
     notes = ["rank 0 of fakes: " + ("CUDA's streams and allocator are not played" if cuda else "Gloo's copies are added by rule")]
     if "+" in strategy: notes.append("offloaded states, and temporaries of their optimizer, are put in the host column by rule; copies on their way to the GPU aren't counted")
-    return {"device": device[at], "host": _side(phases[at], "host"), "peak_at": at, "source": "predicted", "exact": True, "phases": device, "band": [0, 0], "notes": notes,
-            "states": states, "timeline": timeline, "held": found["held"], "peak": sum(device[at].values()), "seconds": round(found["seconds"], 2), "rss": found["rss"]}
+    return {"device": device[at], "host": _side(phases[at], "host"), "peak_at": at, "source": "predicted", "exact": True, "phases": device, "band": reserve(peak, min(held, peak), nproc) if cuda else (0, 0), "notes": notes,
+            "states": states, "timeline": timeline, "held": found["held"], "peak": peak, "seconds": round(found["seconds"], 2), "rss": found["rss"]}
 
 # %% ../../nbs/run/03b_exact.ipynb #573d6ad9
 def breakdown(
@@ -153,11 +157,11 @@ def exact(
     if "error" in a: raise PlanError(f"the exact prediction failed: {a['error']}")
     return a["ok"]
 
-# %% ../../nbs/run/03b_exact.ipynb #80f54d9a
+# %% ../../nbs/run/03b_exact.ipynb #cf8d9f8d
 def _answer(q, at_stage=lambda n: None):
     from shardnb.plan.recipe import Recipe
     from shardnb.plan.strategy import settings
-    from shardnb.run.planner import model_facts
+    from shardnb.run.planner import _FACTS, model_facts
     r = Recipe.from_yaml(q["recipe"])
     changes = {k: q[k] for k in ("strategy", "nproc") if q[k] is not None}
     if changes: r = r.replace(**changes)
@@ -165,10 +169,9 @@ def _answer(q, at_stage=lambda n: None):
     r = r.resolve(n, q["cuda"], q["bf16"])
     if r.tuning == "qlora": raise RecipeError(Problem("tuning", "qlora", "the exact prediction doesn't play bitsandbytes' 4-bit weights", "full or lora", "lora"))
     if "nvme" in r.strategy: raise RecipeError(Problem("strategy", r.strategy, "the exact prediction doesn't play a disk", "the same with -cpu", r.strategy.replace("nvme", "cpu")))
-    names = ("model", "revision", "tuning", "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "trust_remote_code", "fsdp_wrap", "fsdp_keep")
-    facts = model_facts(**{k: getattr(r, k) for k in names})
+    facts = model_facts(**{k: getattr(r, k) for k in _FACTS})
     s = settings(r.strategy, r, facts, n, q["cuda"])
-    return report(trace(r, s, n, q["cuda"], q["padded"], at_stage=at_stage), q["cuda"], s["strategy"])
+    return report(trace(r, s, n, q["cuda"], q["padded"], at_stage=at_stage), q["cuda"], s["strategy"], n)
 
 def _main():
     import traceback

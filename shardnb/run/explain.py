@@ -129,7 +129,7 @@ def last_seen(
         if e["kind"] == "step": step = e.get("step")
     return phase, step
 
-# %% ../../nbs/run/11_explain.ipynb #6b35ce38
+# %% ../../nbs/run/11_explain.ipynb #617cc0f0
 _FOR = [
     ("logits", r"loss_utils|cross_entropy|nll_loss|in ForCausalLMLoss|lm_head|chunked_nll"),
     ("optimizer", r"torch/optim/|_init_group|DeepSpeedCPUAdam|in initialize_optimizer_states"),
@@ -173,13 +173,15 @@ def _last_memory(rundir, rank):
 
 _LESS = "micro_batch smaller with more grad_accum: the same global batch\nactivation_checkpointing true\nfewer ranks, or a strategy that shards more"
 
+_ON = "run.resume() goes on from its last checkpoint, where it has saved one"
+
 def _killed(rundir, rank, oom_kill):
     "(what it means, fix, topic) of SIGKILL"
     _, held = _last_memory(rundir, rank)
     seen = f"it was last measured with {_gib(held)}, and all ranks share {_gib(host_limit())}" if held else ""
     if oom_kill: return f"killed by the kernel for lack of memory (the control group counted {oom_kill})" + (f"; {seen}" if seen else ""), _LESS, "memory"
-    if oom_kill is None: return "killed from outside, perhaps for lack of memory, which nothing here counts" + (f"; {seen}" if seen else ""), f"see `dmesg`: it names what the kernel killed\n{_LESS}", None
-    return "killed from outside, not by the kernel for lack of memory: its control group counted no such kill" + (f"; {seen}" if seen else ""), "ask who ended it: a person, a batch system, or a watchdog such as systemd-oomd", None
+    if oom_kill is None: return "killed from outside, perhaps for lack of memory, which nothing here counts" + (f"; {seen}" if seen else ""), f"see `dmesg`: it names what the kernel killed\n{_LESS}\n{_ON}", None
+    return "killed from outside, not by the kernel for lack of memory: its control group counted no such kill" + (f"; {seen}" if seen else ""), f"ask who ended it: a person, a batch system, or a watchdog such as systemd-oomd\n{_ON}", None
 
 # %% ../../nbs/run/11_explain.ipynb #7ca11799
 def _bare(e, known):

@@ -7,19 +7,22 @@ Docs: https://shardnb.github.io/shardnb/run/export.html.md"""
 # %% auto #0
 __all__ = ['SMALL', 'CHECKED', 'facts_of', 'write_project', 'Project', 'exported']
 
-# %% ../../nbs/run/15_export.ipynb #45b46f7b
+# %% ../../nbs/run/15_export.ipynb #0692d9ee
 import html, json, os, shutil
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
-from ..plan.place import as_path, near, unwritable
-from ..plan.problem import Problem, RecipeError, ShardnbError
+from ..plan.contradiction import _TRACKERS
+from ..plan.place import as_path, near
+from ..plan.problem import ShardnbError
 from ..plan.recipe import Recipe
 from ..plan.secret import mask
 from ..plan.strategy import COMPUTE, Strategy, weights_dtype
 from .cell import Cell
+from .quantized import _LIBRARIES, quantization_of
 from .rundir import RunDir, read_json, read_own
 from .script import prepare_text, train_text
 
@@ -96,7 +99,7 @@ def _model_place(recipe, out):
     for p in files: shutil.copy(p, out / "model" / p.name)
     return "model", drawn
 
-# %% ../../nbs/run/15_export.ipynb #e43cf6ac
+# %% ../../nbs/run/15_export.ipynb #d87a37c5
 def facts_of(
     rundir:RunDir, # the run
     out:Path, # the project's folder: what a model or cell brings along is put there
@@ -118,13 +121,14 @@ def facts_of(
     config = model and models.model_config(r, models.resolve_model(r.model))
     resized = bool(config and tokenizer and r.tuning == "full") and len(models.load_tokenizer(r)) > config.get_text_config().vocab_size
     quantized = r.tuning == "qlora" and not getattr(config, "quantization_config", None) and f"BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4', bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.{COMPUTE[r.precision]}, bnb_4bit_quant_storage=torch.{COMPUTE[r.precision]})"
-    what = r.model or "the cell's model"
+    libraries = _LIBRARIES.get(quantization_of({"quantization_config": models._as_dict(getattr(config, "quantization_config", None))}).get("quant_method"), ()) if config else ()
+    what = "the cell's model" if own or "model" in given else r.model
     return SimpleNamespace(id=rundir.id, version=metadata.version("shardnb"), title=f"{'Runs a cell' if kind == 'loop' else f'Fine-tunes {what}'} under {s.name} on {plan['world_size']} rank{'s' if plan['world_size'] > 1 else ''}.",
         engine=s.engine, strategy=s.name, n=plan["world_size"], kind=kind, given=given, settings=settings, recipe=r, plan=plan, cell=cell and cell.text, uses_accelerator=bool(cell and "accelerator" in cell._loads),
-        uses_log=bool(cell and "log" in cell._loads), variables=_variables(cell, r, rundir, out, notes) if cell else [], model=model, random=drawn, dtype=weights_dtype(r), quantization=quantized or None,
+        uses_log=bool(cell and "log" in cell._loads), variables=_variables(cell, r, rundir, out, notes) if cell else [], model=model, random=drawn, dtype=weights_dtype(r), quantization=quantized or None, libraries=libraries,
         peft=None if own else _lora(r), tokenizer=tokenizer, resized=resized, mixed=engine.mixed_precision, sync=engine.sync_each_batch, arguments={} if own else _arguments(r, rundir), cuda=bool(plan.get("cuda")), notes=notes)
 
-# %% ../../nbs/run/15_export.ipynb #d49325a4
+# %% ../../nbs/run/15_export.ipynb #ae1fd330
 CHECKED = 1000  # rows whose tokens are compared before a project is handed over
 
 def _as_json(row, wanted):
@@ -149,10 +153,10 @@ def _read_text(recipe, fmt, out):
 
 def _same_tokens(recipe, tok, text, out):
     "How many rows prepare.py tokenizes as the run did; raises ValueError at the first that differs"
-    from shardnb.run.data import _tokenize_all
+    from shardnb.run.data import _counts, _tokenize_all
     where, ns = os.getcwd(), {"__name__": "prepare", "__file__": str(out / "prepare.py")}
     exec(compile(text, "prepare.py", "exec"), ns)
-    mine = ({k: row[k] for k in ("input_ids", "labels")} for row in _tokenize_all(recipe, tok, dict(rows=0, cut=0, dropped=0, partly=0, longest=0), None))
+    mine = ({k: row[k] for k in ("input_ids", "labels")} for row in _tokenize_all(recipe, tok, _counts(), None))
     os.chdir(out)
     try:
         from transformers import AutoTokenizer
@@ -184,7 +188,7 @@ def _write_rows(f, out):
         return "shipped as they were prepared for the run, in rows/"
     return f"made by prepare.py; checked when this was written: the first {n} rows have the same tokens and labels as the run's"
 
-# %% ../../nbs/run/15_export.ipynb #59985b0d
+# %% ../../nbs/run/15_export.ipynb #901cd974
 _ENV = ("OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM", "GLOO_SOCKET_IFNAME", "DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
 
 def _sharding_files(f, out):
@@ -209,11 +213,26 @@ def _run_sh(f, out):
     (out / "run.sh").write_text(text, encoding="utf-8")
     (out / "run.sh").chmod(0o755)
 
+def _here(modules): # alternatives, the first one the rule
+    "What pip calls the one of some modules that is installed here"
+    module = next((m for m in modules if find_spec(m)), modules[0])
+    return next(iter(metadata.packages_distributions().get(module, ())), module.replace("_", "-"))
+
+def _extras(recipe):
+    "Packages that options ask for"
+    trackers = [n for n, need in _TRACKERS.items() if need and any(map(find_spec, need))] if "all" in recipe.report_to else recipe.report_to
+    return [_here(need) for n in trackers if (need := _TRACKERS.get(n))] + [_here(("flash_attn", "flash_attn_interface", "kernels"))] * (recipe.attn_implementation or "").startswith("flash") \
+        + ["liger-kernel"] * recipe.use_liger_kernel + ["bitsandbytes"] * (recipe.optim == "adamw_8bit")
+
+def _pinned(package):
+    "A line of requirements.txt"
+    try: return f"{package}=={metadata.version(package).split('+')[0]}"
+    except metadata.PackageNotFoundError: return package
+
 def _requirements(f, out):
     used = ["torch", "transformers", "accelerate", "trl", "datasets", "numpy", "pyyaml"] + ["deepspeed"] * (f.engine == "deepspeed") + ["peft"] * bool(f.peft or "peft_config" in f.given or "peft" in (f.cell or "")) \
-        + ["bitsandbytes"] * bool(f.quantization) + ["cloudpickle"] * (out / "inputs.pkl").exists() + ["liger-kernel"] * f.recipe.use_liger_kernel
-    lines = [f"{n}=={metadata.version(n).split('+')[0]}" for n in used]
-    (out / "requirements.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+        + ["bitsandbytes"] * bool(f.quantization) + ["cloudpickle"] * (out / "inputs.pkl").exists() + [*f.libraries, *_extras(f.recipe)]
+    (out / "requirements.txt").write_text("\n".join(map(_pinned, dict.fromkeys(used))) + "\n", encoding="utf-8")
 
 # %% ../../nbs/run/15_export.ipynb #4154c37b
 _README = """# {title}
@@ -264,7 +283,7 @@ def _readme(f, rows, losses, out):
     (out / "README.md").write_text(_README.format(**{k: getattr(f, k) for k in ("version", "id", "n")}, title=f.title.rstrip("."), expect=expect, files=files, rows=rows, device="GPUs" if f.cuda else "CPU processes over Gloo", cpu=cpu,
         lost="\n".join(f"- {x}" for x in _lost(f))), encoding="utf-8")
 
-# %% ../../nbs/run/15_export.ipynb #2038c562
+# %% ../../nbs/run/15_export.ipynb #2fd6317a
 def write_project(
     path:str, # the run's folder
     folder:str, # the project's, which is not there yet or is empty
@@ -302,11 +321,8 @@ def exported(
     folder, # where the project goes; not there yet, or empty
 ) -> Project: # raises RecipeError when the folder can't be used, ShardnbError when the run can't be written as a script
     "Write a run as a project that needs no shardnb"
-    from shardnb.run.use import Helper
-    p = as_path(str(folder)).absolute()
-    bad = unwritable("folder", p)
-    if not bad and p.is_dir() and any(p.iterdir()): bad = [Problem("folder", str(folder), f"{str(folder)!r} is not empty, and nothing is overwritten", "a folder that isn't there yet")]
-    if bad: raise RecipeError(bad)
+    from shardnb.run.use import Helper, fresh_folder
+    p = fresh_folder(folder)
     if not run.rundir.recipe_path.exists() or not run.plan: raise ShardnbError(f"run {run.id} has no plan: there is nothing to export")
     losses = [e["loss"] for e in run.events("step", rank=0) if isinstance(e.get("loss"), (int, float))] if run.rundir.event_path(0).exists() else []
     return Project(p, **Helper.get().call("export", path=str(run.dir), folder=str(p), losses=losses))

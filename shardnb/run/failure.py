@@ -7,9 +7,10 @@ Docs: https://shardnb.github.io/shardnb/run/failure.html.md"""
 # %% auto #0
 __all__ = ['RunError', 'short_places']
 
-# %% ../../nbs/run/10a_failure.ipynb #6657e28d
+# %% ../../nbs/run/10a_failure.ipynb #63491ac6
 import html, re
 from dataclasses import dataclass, field, fields
+from ..plan.place import near
 
 # %% ../../nbs/run/10a_failure.ipynb #4d4deaac
 @dataclass(frozen=True)
@@ -83,13 +84,15 @@ def _memory_lines(error):
         if parts: out.append(f"{place}: {parts}" + _of(error.limit or {}, place))
     return out
 
-# %% ../../nbs/run/10a_failure.ipynb #5a9e7404
+# %% ../../nbs/run/10a_failure.ipynb #49e5aeec
 _PLACES = re.compile(r'(?<=File ")[^"]*/(?:site-packages|dist-packages|lib/python[0-9.]+)/|(?<=File ")[^"]*/(?=shardnb/(?:run|plan|ui)/[^"/]*")|(?<=File ")[^"]*/runs/[^"/]*/(?=cell[.]py")')
+_ELSEWHERE = re.compile(r'(?<=File ")/[^"]*(?=")')
+
 def short_places(
     text:str, # a traceback or a stack
-) -> str:     # with files named from the package on
+) -> str:     # with files named from the package on, and a person's own as one would type them here
     "Where a library or a run's folder lies on this machine tells a reader nothing."
-    return _PLACES.sub("", text or "")
+    return _ELSEWHERE.sub(lambda m: near(m[0]), _PLACES.sub("", text or ""))
 
 # %% ../../nbs/run/10a_failure.ipynb #16648261
 def _text(self: RunError) -> str: # a few lines

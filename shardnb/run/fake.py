@@ -7,7 +7,7 @@ Docs: https://shardnb.github.io/shardnb/run/fake.html.md"""
 # %% auto #0
 __all__ = ['fakeify', 'cast', 'build', 'FakeDDP', 'gloo_copies', 'FakeRank', 'step']
 
-# %% ../../nbs/run/03c_fake.ipynb #e6bc1e0a
+# %% ../../nbs/run/03c_fake.ipynb #0f1c8fb1
 import contextlib
 import os
 from types import MethodType, SimpleNamespace
@@ -16,30 +16,26 @@ import torch
 import torch.distributed as dist
 
 from ..plan.problem import Problem, RecipeError
+from . import holding  # noqa: F401 - the engines' `walk`
 from .engine import DDPEngine, DeepSpeedEngine, FSDPEngine, _dtype
 from .live import STEP, Ledger
+from .trace import fake_parameters
 
-# %% ../../nbs/run/03c_fake.ipynb #1111bd53
-def _new(t, like): return torch.empty(t.shape, dtype=like.dtype, device="cpu")
-
+# %% ../../nbs/run/03c_fake.ipynb #28ac92d0
 def fakeify(
     model: torch.nn.Module, # on the meta device
 ) -> torch.nn.Module:       # the same; call it inside a `FakeTensorMode`
     "Give a model fake parameters and buffers."
-    made = {}
-    for m in model.modules():
-        for n, p in m._parameters.items():
-            if p is None: continue
-            if id(p) not in made: made[id(p)] = torch.nn.Parameter(_new(p, p), requires_grad=p.requires_grad)
-            m._parameters[n] = made[id(p)]
-        for n, b in m._buffers.items():
-            if b is not None: m._buffers[n] = _new(b, b)
+    fake_parameters(model)
     for n in ("to", "cpu", "cuda"): object.__setattr__(model, n, lambda *a, **k: model)
     for n, dtype in (("bfloat16", torch.bfloat16), ("half", torch.float16), ("float", torch.float32)):
         object.__setattr__(model, n, lambda dtype=dtype: cast(model, dtype))
     return model
 
-def cast(model, dtype):
+def cast(
+    model: torch.nn.Module, # of fakes
+    dtype: torch.dtype,     # for everything that is a float
+) -> torch.nn.Module:       # the same
     "`model.to(dtype)`, parameter by parameter."
     for m in model.modules():
         for p in m._parameters.values():
@@ -80,12 +76,12 @@ def _no_fakes():
     from torch._subclasses.fake_tensor import unset_fake_temporarily
     with unset_fake_temporarily(): yield
 
-# %% ../../nbs/run/03c_fake.ipynb #226d8569
+# %% ../../nbs/run/03c_fake.ipynb #59f05bec
 class FakeDDP(torch.nn.Module):
     "What `DistributedDataParallel` does to memory."
     def __init__(self,
-        module: torch.nn.Module,
-        config: dict,  # `settings["ddp"]`
+        module: torch.nn.Module, # of fakes
+        config: dict,            # `settings["ddp"]`
     ):
         super().__init__()
         self.module, self.gradient_as_bucket_view, self._hook, self._sync = module, config["gradient_as_bucket_view"], config.get("comm_hook"), True
@@ -139,7 +135,7 @@ def gloo_copies(
     if "reduce_scatter" in name: return _nbytes(args[1]) + scratch(args[1])
     return scratch(args[0]) if "reduce" in name else 0
 
-# %% ../../nbs/run/03c_fake.ipynb #c0db8a60
+# %% ../../nbs/run/03c_fake.ipynb #95821bac
 def _optimizer(recipe, model, decay, cuda):
     "The recipe's optimizer; `foreach` is what PyTorch chooses on that device."
     ps = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
@@ -168,7 +164,7 @@ class FakeRank:
         recipe,         # resolved
         settings: dict, # `plan.strategy.settings` for it
         offload: dict,  # the strategy's
-        ledger: Ledger,
+        ledger: Ledger, # counts what the rank holds
         cuda: bool=False, # as on GPUs: kernels that exist only there, PyTorch's choices for them
     ):
         self.recipe, self.ledger, self.cuda = recipe, ledger, cuda
@@ -204,7 +200,7 @@ class _FakeDDPEngine(DDPEngine):
     def backward(self, loss, last):
         with contextlib.nullcontext() if last else self.model.no_sync(): loss.backward()
 
-# %% ../../nbs/run/03c_fake.ipynb #35fe7f65
+# %% ../../nbs/run/03c_fake.ipynb #b43375bf
 def _calm_deepspeed():
     "What DeepSpeed 0.19.8 asks of other ranks and can't be answered by one that plays alone: a shared-memory op that waits for them, and comparisons with them."
     import sys
@@ -229,15 +225,7 @@ class _FakeZeRO(DeepSpeedEngine):
         self._accelerate = DeepSpeedEngineWrapper(engine)
         return engine, zero
 
-    def _walk3(self, z):
-        # as in the class above, which tells gathered parameters by their data address; fakes have none
-        ps, place = [p for _, p in self.full_parameters()], self._place("param")
-        out = [("params", place, p.ds_tensor) for p in ps] + [("params", place, t) for t in z.fp16_partitioned_groups_flat if t is not None]
-        if (t := getattr(z, "lp_param_buffer", None)) is not None: out.append(("params", place, t))
-        out += [("gathered", "device", p.untyped_storage()) for p in ps if p.numel()]
-        out += [("grads", "device", p.grad) for p in ps if p.grad is not None]
-        flat = getattr(z, "grad_partitions_flat_buffer", None)
-        return out + ([("grads", self._place("optim"), flat)] if flat is not None else [])
+    def _gathered(self, ps): return [p.untyped_storage() for p in ps if p.numel()] # fakes have no address to be told by
 
     def backward(self, loss, last): self._accelerate.backward(loss, sync_gradients=last, scale_wrt_gas=False)
 
@@ -263,7 +251,7 @@ class _FakeFSDP(FSDPEngine):
         self.model.set_requires_gradient_sync(last or self.sync_each_batch)
         loss.backward()
 
-# %% ../../nbs/run/03c_fake.ipynb #490a62b7
+# %% ../../nbs/run/03c_fake.ipynb #fa45c3b4
 def _batch(recipe, cuda):
     rows, n = (1, recipe.micro_batch * recipe.max_length) if recipe.packing else (recipe.micro_batch, recipe.max_length)
     ids = torch.zeros(rows, n, dtype=torch.int64)
@@ -291,7 +279,7 @@ def _loss(model, batch, items, ranks):
     return loss
 
 def step(
-    rank: FakeRank,
+    rank: FakeRank, # whose step it is
     ops: int=0,   # operations of a step, when a timeline is wanted
 ) -> dict:        # {moment: {(place, category): bytes}}
     "One optimizer step."

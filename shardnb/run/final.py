@@ -7,7 +7,7 @@ Docs: https://shardnb.github.io/shardnb/run/final.html.md"""
 # %% auto #0
 __all__ = ['FILE', 'marks_of', 'unlike', 'final_folder', 'streamed', 'write_files', 'save_model']
 
-# %% ../../nbs/run/07e_final.ipynb #37d12665
+# %% ../../nbs/run/07e_final.ipynb #07973309
 import errno
 import json
 import math
@@ -18,9 +18,11 @@ import torch
 from fastcore.basics import patch
 
 from ..plan.place import near
-from .checkpoint import SaveFailed, faults, free_bytes, is_full, whole_folder
+from ..plan.problem import short_bytes
+from .checkpoint import SaveFailed, faults, free_bytes, is_full, note_compared, whole_folder
 from .engine import DeepSpeedEngine, Engine, FSDPEngine, unwrap
-from .saving import _WEIGHTS, Guard, _size, newest_words
+from .saving import _WEIGHTS, Guard, newest_words
+from .loading import headers
 from .source import called
 
 # %% ../../nbs/run/07e_final.ipynb #a13c3768
@@ -47,7 +49,7 @@ def unlike(
     if adapter and seen < len(where): bad.append(f"{len(where) - seen} of {len(where)} tensors of the adapter are none of the ranks'")
     return bad if seen or not where else [*bad, "none of its tensors has a name that the ranks know"]
 
-# %% ../../nbs/run/07e_final.ipynb #4f8fed51
+# %% ../../nbs/run/07e_final.ipynb #ff6ac216
 @contextmanager
 def final_folder(
     path: Path,          # the folder that will be there
@@ -58,7 +60,7 @@ def final_folder(
 ):                       # the folder to write into; raises `SaveFailed`, which names the disk
     "A folder for the final model, checked before it gets its name."
     try:
-        if (free := free_bytes(path)) < need: raise OSError(errno.ENOSPC, f"it takes {_size(need)}, and {_size(free)} are free")
+        if (free := free_bytes(path)) < need: raise OSError(errno.ENOSPC, f"it takes {short_bytes(need)}, and {short_bytes(free)} are free")
         with whole_folder(path, step, **facts) as part:
             yield part
             if bad := faults(part, [_WEIGHTS]): raise OSError("; ".join(bad[:3]))
@@ -128,7 +130,7 @@ def write_files(
         guard.write((folder / "model.safetensors.index.json").write_text)(json.dumps(dict(metadata=dict(total_size=size), weight_map=where), indent=2, sort_keys=True) + "\n")
     if guard.error: raise guard.error
 
-# %% ../../nbs/run/07e_final.ipynb #cfaa316c
+# %% ../../nbs/run/07e_final.ipynb #d2a41745
 def save_model(
     engine: Engine,   # of this rank
     tokenizer,        # saved beside the model, or None
@@ -154,4 +156,6 @@ def save_model(
     except BaseException:
         if not gathered: write_files(engine, files, None, {}) # the others gather all the same
         raise
+    named = headers(out)
+    note_compared(out, sum(called(n, named) is not None for n in marks))
     return dtype

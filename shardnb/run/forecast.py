@@ -8,7 +8,7 @@ Docs: https://shardnb.github.io/shardnb/run/forecast.html.md"""
 __all__ = ['trace_options', 'batch_shape', 'Forecaster', 'answer_predict', 'rows_at_hand', 'longest_row', 'answer_forecast',
            'answer_plan', 'answer_choose', 'predict', 'plan']
 
-# %% ../../nbs/run/03d_forecast.ipynb #b17a3243
+# %% ../../nbs/run/03d_forecast.ipynb #6aa7f78c
 import json
 from ..plan.advise import Plan, advise, choose
 from ..plan.machine import Machine
@@ -19,21 +19,22 @@ from ..plan.problem import Problem, RecipeError
 from ..plan.recipe import Recipe
 from ..plan.strategy import COMPUTE, Strategy, settings, weights_dtype
 from .event import plain
-from .planner import _FACTS, Planner, kept, model_facts
+from .kept import kept
+from .planner import _FACTS, Planner, model_facts
 
-# %% ../../nbs/run/03d_forecast.ipynb #5dd831e6
+# %% ../../nbs/run/03d_forecast.ipynb #40e0592e
 def trace_options(
     recipe: Recipe,       # resolved
     strategy: Strategy,   # of this prediction
     cuda: bool,           # on GPUs
+    told: dict=None,      # complete settings, of which DeepSpeed's linear layer counts; None: its default
 ) -> dict:                # options of `run.trace.trace_model` that decide what the model code holds
     "How a recipe's model computes under a strategy."
     compute, loaded = COMPUTE[recipe.precision], weights_dtype(recipe)
     auto = recipe.precision in ("bf16", "fp16") and (strategy.engine == "ddp" or strategy.engine == "deepspeed" and recipe.fp32_norms)
     rows, _ = batch_shape(recipe)
     flash = (recipe.attn_implementation or "").startswith(("flash", "flex"))
-    given = recipe.deepspeed if isinstance(recipe.deepspeed, dict) else {}
-    efficient = (given.get("zero_optimization") or {}).get("memory_efficient_linear", True)
+    efficient = ((told or {}).get("deepspeed") or {}).get("zero_optimization", {}).get("memory_efficient_linear", True)
     return dict(trained="float32" if auto else compute, frozen=loaded if auto else compute, autocast=compute if auto else None, checkpointing=bool(recipe.activation_checkpointing), attention=recipe.attn_implementation,
                 one_row=rows == 1, packed=recipe.packing and not flash, padded=rows > 1 and not flash, triton=cuda, quantized=compute if recipe.tuning == "qlora" else None,
                 zero3=strategy.stage == 3 and recipe.tuning == "lora" and efficient) # where every weight trains, inputs are kept anyway
@@ -46,8 +47,9 @@ def batch_shape(
     b, s = recipe.micro_batch, recipe.max_length
     return (1, b * s) if recipe.packing else (b, min(s, longest or s))
 
-def _notes(recipe, layers, moe, longest):
+def _notes(recipe, moe, longest):
     "What a prediction leaves out, said beside it."
+    yield "a step of training is counted: evaluations, samples of text and the moment of saving may take more, and what torch.compile changes isn't modelled"
     if recipe.use_liger_kernel: yield "Liger's kernels save some activations; they are counted as if they didn't"
     if (recipe.attn_implementation or "").startswith(("flash", "flex")): yield f"{recipe.attn_implementation} is counted as sdpa without a mask, which saves the same tensors"
     if recipe.optim in ("adafactor", "adamw_8bit"): yield f"what {recipe.optim} makes for the moment in its step is counted by rule: " + ("bitsandbytes' code on a CPU makes five copies of its largest tensor, its CUDA kernels none" if recipe.optim == "adamw_8bit" else "two copies of the largest tensor")
@@ -57,7 +59,7 @@ def _notes(recipe, layers, moe, longest):
     elif longest is None: yield f"rows are counted at max_length {recipe.max_length}: at most that long"
     if recipe.fsdp_keep: yield "fsdp_keep: units that stay whole are counted from the start of forward"
 
-# %% ../../nbs/run/03d_forecast.ipynb #26e7f811
+# %% ../../nbs/run/03d_forecast.ipynb #966b30b1
 class Forecaster:
     "Facts and traces of the models that were asked about, and predictions from them."
     def __init__(self): self._facts, self._traces = {}, {}
@@ -91,14 +93,29 @@ class Forecaster:
     ) -> MemoryBreakdown:   # predicted
         "One strategy; a `RecipeError` says why a recipe can't run under it."
         s = Strategy.parse(strategy)
-        r = recipe.model_copy(update=dict(strategy=s.name, nproc=nproc)).resolve(nproc, machine.cuda, machine.bf16)
-        facts, options = self.facts(r), trace_options(r, s, machine.cuda)
-        rows, length = batch_shape(r, longest)
-        return predict_memory(facts, self.trace(r, options), s, settings(s, r, facts, nproc, machine.cuda), r.precision, nproc, rows, length, r.grad_accum, weights_dtype(r), r.optim, machine.cuda,
-                              notes=tuple(_notes(r, facts["num_hidden_layers"], facts["moe_classes"], longest)), quantized=r.tuning == "qlora")
+        return self.predict_resolved(recipe.model_copy(update=dict(strategy=s.name, nproc=nproc)).resolve(nproc, machine.cuda, machine.bf16), s, nproc, machine, longest)
+
+    def predict_resolved(self,
+        r: Recipe,          # resolved for these ranks and this machine
+        strategy: str,      # its strategy, or the name
+        nproc: int,         # ranks
+        machine: Machine,   # that it would run on
+        longest: int=None,  # as above
+    ) -> MemoryBreakdown:   # predicted
+        "The same where the recipe is worked out already."
+        s, facts = Strategy.parse(strategy), self.facts(r)
+        told, (rows, length) = settings(s, r, facts, nproc, machine.cuda), batch_shape(r, longest)
+        return predict_memory(facts, self.trace(r, trace_options(r, s, machine.cuda, told)), s, told, r.precision, nproc, rows, length, r.grad_accum, weights_dtype(r), r.optim, machine.cuda,
+                              notes=tuple(_notes(r, facts["moe_classes"], longest)), quantized=r.tuning == "qlora")
 
 _forecaster = Forecaster()
-def answer_predict(recipe, strategy, nproc, machine): # of the planner process; all plain JSON
+def answer_predict(
+    recipe,   # YAML
+    strategy, # name
+    nproc,    # ranks
+    machine,  # JSON of a `Machine`
+) -> dict:    # JSON of a `MemoryBreakdown`
+    "The planner process's answer to `predict`."
     return _forecaster.predict(Recipe.from_yaml(recipe), strategy, nproc, Machine.from_json(machine)).to_json()
 
 _SMALL = 2 * 2**20 # bytes of a file whose rows are tokenized for their lengths; the run finds them ready
@@ -112,14 +129,20 @@ def longest_row(
     recipe: Recipe, # resolved
 ) -> int|None:      # tokens; None where only reading all rows would tell
     "The longest row, where the rows are at hand or an earlier run has tokenized them."
-    from shardnb.run.data import load_tokenizer, row_lengths
+    from shardnb.run.data import row_lengths
+    from shardnb.run.models import load_tokenizer
     if not recipe.dataset or not (recipe.dataset == "demo" or is_path(recipe.dataset)): return None
     try: found = row_lengths(recipe, load_tokenizer(recipe), make=rows_at_hand(recipe))
     except RecipeError: return None # what is wrong with the data, the checks before the launch say
     return found and found["longest"]
 
 _POINTS = 16
-def answer_forecast(recipe, strategy, nproc, machine):
+def answer_forecast(
+    recipe,   # YAML
+    strategy, # name
+    nproc,    # ranks
+    machine,  # JSON of a `Machine`
+) -> dict:    # breakdown: JSON of a `MemoryBreakdown`; longest: tokens, or None; by_length: [[tokens, bytes at the peak], …]
     "What plan.json keeps: the prediction at the longest row that the data can have, and the peak at shorter ones, for a comparison with what ran."
     r, m = Recipe.from_yaml(recipe), Machine.from_json(machine)
     longest = None if r.packing else longest_row(r)
@@ -132,11 +155,20 @@ def _asked(recipe, machine):
     "What `advise` and `choose` take."
     r, m = Recipe.from_yaml(recipe), Machine.from_json(machine)
     resolved = r.model_copy(update=dict(strategy="ddp")).resolve(r.nproc or m.nproc, m.cuda, m.bf16)
-    return r, m, _forecaster.facts(resolved), lambda rec, s, n: _forecaster.predict(rec, s, n, m)
+    return r, m, _forecaster.facts(resolved), lambda done, s, n: _forecaster.predict_resolved(done, s, n, m)
 
-def answer_plan(recipe, machine): return advise(*_asked(recipe, machine)).to_json()
+def answer_plan(
+    recipe,   # YAML
+    machine,  # JSON of a `Machine`
+) -> dict:    # JSON of a `Plan`
+    "The planner process's answer to `plan`."
+    return advise(*_asked(recipe, machine)).to_json()
 
-def answer_choose(recipe, machine):
+def answer_choose(
+    recipe,   # YAML
+    machine,  # JSON of a `Machine`
+) -> dict:    # strategy: name; changes: option -> value, what the recipe must change for it; why: a sentence
+    "What stands for the strategy 'auto'."
     strategy, changes, why = choose(*_asked(recipe, machine))
     return dict(strategy=strategy, changes=changes, why=why)
 

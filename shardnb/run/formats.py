@@ -7,7 +7,7 @@ Docs: https://shardnb.github.io/shardnb/run/formats.html.md"""
 # %% auto #0
 __all__ = ['FORMATS', 'RowError', 'format_of', 'normalise', 'file_rows', 'raw_rows', 'split_problems', 'rows', 'check_dataset']
 
-# %% ../../nbs/run/05b_formats.ipynb #6f41af07
+# %% ../../nbs/run/05b_formats.ipynb #6a258e46
 import csv
 import gzip
 import io
@@ -20,7 +20,7 @@ from ..plan.document import json_fault
 from ..plan.place import as_path, data_kind, is_path, kind_problems, missing_file, name_problems, unreadable
 from ..plan.problem import Problem, RecipeError, nearest, not_given, unknown_word
 from .demo import demo_pairs
-from .hub import MODELSCOPE, hub_problems, modelscope_folder, not_fetched, unreached
+from .hub import MODELSCOPE, hub_fault, hub_problems, modelscope_folder
 
 # %% ../../nbs/run/05b_formats.ipynb #ee066b95
 FORMATS = {"messages": ("messages",), "sharegpt": ("conversations",), "alpaca": ("instruction", "output"),
@@ -245,7 +245,7 @@ def file_rows(path: str) -> Iterator[tuple[str, dict]]: # (where, row): where is
     except (EOFError, zlib.error, gzip.BadGzipFile) as e: raise RowError(f"not a whole gzip file: {e}") from e
     except OSError as e: raise RecipeError([unreadable("dataset", path, e)]) from e
 
-# %% ../../nbs/run/05b_formats.ipynb #99a564b5
+# %% ../../nbs/run/05b_formats.ipynb #4b02a03f
 def _datasets_rows(recipe) -> Iterator[tuple[str, dict]]:
     "Rows of a folder or of a dataset on the hub"
     import datasets
@@ -259,7 +259,7 @@ def _datasets_rows(recipe) -> Iterator[tuple[str, dict]]:
         else: ds = datasets.load_dataset(str(p) if p.is_dir() else recipe.dataset, recipe.dataset_config, split=recipe.split)
     except RowError: raise
     except Exception as e:   # datasets raises its own and the hub's exceptions, some of them plain Exception
-        if unreached(e) and not p.is_dir(): raise RecipeError([not_fetched("dataset", recipe.dataset)]) from e
+        if not p.is_dir() and (bad := hub_fault("dataset", recipe.dataset, e)): raise RecipeError([bad]) from e
         raise RowError((str(e).strip() or type(e).__name__).splitlines()[0][:300]) from e
     yield from ((f"row {i}", r) for i, r in enumerate(ds, 1))
 

@@ -6,23 +6,24 @@ Docs: https://shardnb.github.io/shardnb/run/launch.html.md"""
 
 # %% auto #0
 __all__ = ['SAVING', 'LEFT', 'STALLED', 'SETTLE', 'WORKER', 'rank_env', 'warm_up', 'kernel_gpu_bytes', 'Supervisor',
-           'LocalLauncher', 'launch']
+           'LocalLauncher']
 
-# %% ../../nbs/run/10_launch.ipynb #f5ea9919
+# %% ../../nbs/run/10_launch.ipynb #d40f6339
 import ctypes, faulthandler, os, runpy, signal, socket, sys, threading, time, traceback
 from pathlib import Path
 from fastcore.basics import patch
 from ..plan.machine import oom_kills
 from ..plan.secret import FULL, guard, mask_file
+from .elastic import agent_of, fork_ranks, meeting
 from .event import SCHEMA, EventReader
 from .explain import first_cause, last_seen, write_error, left_early
 from .pool import Cold, fork, start_pool
-from .process import ForkedProcess, alive, die_with_parent, proc_id, send, spawn
-from .rundir import RunDir, read_json, write_json
+from .process import alive, die_with_parent, proc_id, send, spawn
+from .rundir import RunDir, read_json, read_whole, write_json
 from .stall import FLOOR, StallWatch, answer_signal, stall_error
 from .translate import translate
 
-# %% ../../nbs/run/10_launch.ipynb #1a5cc36e
+# %% ../../nbs/run/10_launch.ipynb #bee1ee67
 def rank_env(
     recipe, # its `gpus` and `env`
     machine, # of `plan.machine`
@@ -32,6 +33,7 @@ def rank_env(
     env = {"OMP_NUM_THREADS": machine.threads(nproc), "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1", "MPLBACKEND": "Agg",
            "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR") or Path("~/.cache/shardnb/torch_extensions").expanduser()}
     env["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
+    if machine.cuda and "NCCL_SOCKET_IFNAME" not in os.environ: env["NCCL_SOCKET_IFNAME"] = env["GLOO_SOCKET_IFNAME"]  # ranks of one machine
     if not machine.cuda: env["DS_ACCELERATOR"], env["CUDA_VISIBLE_DEVICES"] = "cpu", ""
     else:
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # as nvidia-smi counts, which said what there is
@@ -135,7 +137,7 @@ def _left(self:Supervisor, codes):
     self.gone.update({r: now for r in due if r not in early})  # asked again later, and not each tenth of a second
     return early
 
-# %% ../../nbs/run/10_launch.ipynb #e5cecd55
+# %% ../../nbs/run/10_launch.ipynb #4a0a66fd
 SETTLE = 1.5  # s for which the cause may be later than what followed from it
 
 @patch
@@ -144,7 +146,7 @@ def _settled(self:Supervisor, codes):
     until = time.monotonic() + SETTLE
     while True:
         dead = [r for r, c in codes().items() if c]
-        if time.monotonic() > until or any(not (read_json(self.rundir.error_path(r)) or {}).get("secondary") for r in dead): return dead
+        if time.monotonic() > until or any(not (read_whole(self.rundir.error_path(r)) or {}).get("secondary") for r in dead): return dead
         time.sleep(.02)
 
 # %% ../../nbs/run/10_launch.ipynb #2f112988
@@ -189,73 +191,7 @@ def _watch(self:Supervisor):
                 self.write_state()
         except Exception: traceback.print_exc()  # such as a full disk; who asks for a stop must still be heard
 
-# %% ../../nbs/run/10_launch.ipynb #175241fd
-def _fork_ranks():
-    "Have torch elastic fork its ranks from this process, which has imported what they need"
-    from torch.distributed.elastic.multiprocessing import api
-    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
-
-    class RankHandler(SubprocessHandler):
-        def _popen(self, args, env): return ForkedProcess(lambda: _rank_main(*args[-2:]), env)
-    api.get_subprocess_handler = RankHandler
-
-def _agent(sup, spec, logs):
-    "A LocalElasticAgent that tells the supervisor what it starts and what it sees"
-    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
-
-    class Agent(LocalElasticAgent):
-        def _handlers(self):
-            started = self._pcontext.subprocess_handlers if self._pcontext else {}
-            return [(w, started[w.local_rank].proc) for w in self._worker_group.workers if w.local_rank in started]
-
-        def _start_workers(self, group):
-            ids = super()._start_workers(group)
-            for w, p in self._handlers(): sup.procs[w.global_rank] = (proc_id(p.pid) or {"pid": p.pid, "create_time": time.time()}) | {"node": group.group_rank, "local_rank": w.local_rank}
-            sup.write_state()
-            return ids
-
-        def _monitor_workers(self, group):
-            codes = self.codes()
-            dead = [r for r, c in codes.items() if c]
-            if not dead and not sup.early and not sup.forced and (early := sup._left(codes)):
-                sup.early = early
-                for p in sup.procs.values(): send(p, signal.SIGTERM)
-            elif dead and not sup.first and not sup.early: sup.first = [] if sup.forced else sup._settled(self.codes)
-            if (dead or sup.early) and not sup.ending:
-                sup.ending = True
-                timer = threading.Timer(3, lambda: [send(p, signal.SIGKILL) for p in sup.procs.values()])
-                timer.daemon = True
-                timer.start()
-            return super()._monitor_workers(group)
-
-        def codes(self): return {w.global_rank: p.poll() for w, p in self._handlers()}
-        def ended(self): return {w.global_rank: p.returncode for w, p in self._handlers() if p.returncode is not None}  # as this thread's last poll saw them; another thread may ask
-
-    return Agent(spec, logs, exit_barrier_timeout=5, shutdown_timeout=3)
-
-# %% ../../nbs/run/10_launch.ipynb #54cfa603
-def _meeting(run_id):
-    "Where the ranks of a run meet: torch elastic's rendezvous for one machine"
-    from datetime import timedelta
-    from torch.distributed import PrefixStore, TCPStore
-    from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    store = TCPStore("127.0.0.1", port, is_master=True, timeout=timedelta(minutes=10), wait_for_workers=False, master_listen_fd=listener.detach())
-
-    class Meeting(RendezvousHandler):
-        use_agent_store = True
-        def get_backend(self): return "shardnb"
-        def get_run_id(self): return run_id
-        def next_rendezvous(self): return RendezvousInfo(PrefixStore(run_id, store), 0, 1, RendezvousStoreInfo("127.0.0.1", port))
-        def is_closed(self): return False
-        def set_closed(self): "There is one round and one member."
-        def num_nodes_waiting(self): return 0
-        def shutdown(self): return True
-    return Meeting()
-
-# %% ../../nbs/run/10_launch.ipynb #189206d1
+# %% ../../nbs/run/10_launch.ipynb #bf4eae04
 @patch
 def _run_ranks(self:Supervisor):
     "Start the ranks and wait until all have ended"
@@ -263,14 +199,14 @@ def _run_ranks(self:Supervisor):
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
     os.environ.update(self.plan.get("env") or {}, SHARDNB_SUPERVISOR=str(os.getpid()), TORCHELASTIC_SIGNALS_TO_HANDLE="SIGTERM,SIGINT")
     spec = WorkerSpec(role="rank", local_world_size=self.nproc, entrypoint=sys.executable, args=("-m", "shardnb.run.launch", "rank", str(self.rundir.path), self.worker),
-                      rdzv_handler=_meeting(self.rundir.id), max_restarts=0, monitor_interval=.1, local_addr="127.0.0.1")
-    if os.environ.get("SHARDNB_FORKED"): _fork_ranks()
-    agent = _agent(self, spec, DefaultLogsSpecs(log_dir=str(self.rundir.logs_path / "elastic")))
+                      rdzv_handler=meeting(self.rundir.id), max_restarts=0, monitor_interval=.1, local_addr="127.0.0.1")
+    if os.environ.get("SHARDNB_FORKED"): fork_ranks(_rank_main)
+    agent = agent_of(self, spec, DefaultLogsSpecs(log_dir=str(self.rundir.logs_path / "elastic")))
     self.ended = agent.ended
     try: agent.run()
     finally: self.codes = agent.codes()
 
-# %% ../../nbs/run/10_launch.ipynb #20352bde
+# %% ../../nbs/run/10_launch.ipynb #0bf47e21
 @patch
 def _sweep(self:Supervisor):
     "End what is left of what we started, and see that it is gone"
@@ -289,7 +225,7 @@ def _summary(self:Supervisor):
     "The last loss and the highest peak, for the list of runs"
     out = {"step": None, "loss": None, "peak_bytes": None, "ended": None}
     for r in self.rundir.ranks():
-        for e in EventReader(self.rundir.event_path(r)).read():
+        for e in EventReader(self.rundir.event_path(r), kinds=("step", "memory", "end") if r == 0 else ("memory",)).each():
             if e["kind"] == "step" and r == 0: out |= {"step": e.get("step"), "loss": e.get("loss")}
             elif e["kind"] == "memory" and (e.get("moment"), e.get("place")) == ("peak", "device"): out["peak_bytes"] = max(out["peak_bytes"] or 0, e["bytes"].get("total") or 0)
             elif e["kind"] == "end" and r == 0: out["ended"] = e.get("state")
@@ -299,7 +235,7 @@ def _summary(self:Supervisor):
 def _early(self:Supervisor):
     "Ranks that left early and so are the cause; none where another one was killed or left an error of its own"
     if any(self.codes.get(r, 0) < 0 for r in self.first) or self.forced and not self.early: return []
-    if any(e and not e.get("secondary") for p in self.rundir.errors_path.glob("rank*.json") if (e := read_json(p))): return []
+    if any(e and not e.get("secondary") for p in self.rundir.errors_path.glob("rank*.json") if (e := read_whole(p))): return []
     return self.early or [r for r in self.rundir.ranks() if self.codes.get(r) == 0 and not self._said_end(r)]
 
 @patch
@@ -309,18 +245,17 @@ def oom_kill(self:Supervisor) -> int|None: # None where nothing counts
     return None if now is None or self.oom_before is None else max(now - self.oom_before, 0)
 
 @patch
-def _verdict(self:Supervisor, broken):
-    "(state, error) of the run"
+def _verdict(self:Supervisor, broken, said):
+    "(state, error) of the run; `said`: what rank 0 told of its end"
     stop, bad = self.rundir.stop_requested(), any(self.codes.values())
     if broken: return "failed", broken
     if early := self._early(): return "failed", left_early(self.rundir, early[0])
     if not stop and bad and (stall := self.died_of or self.watch.ended_by(self.codes)): return "failed", stall_error(stall)
     if not self.codes: return ("stopped", None) if stop else ("failed", first_cause(self.rundir, {}))
     if bad and not (stop and (self.forced or stop["how"] == "kill") and not self.first): return "failed", first_cause(self.rundir, self.codes, self.first, self.oom_kill())
-    said = self._summary()["ended"]
     return said if said in ("done", "stopped") and not bad else "stopped" if stop else "done", None
 
-# %% ../../nbs/run/10_launch.ipynb #cdd44f59
+# %% ../../nbs/run/10_launch.ipynb #5113beb0
 class _Terminated(BaseException): "SIGTERM reached the supervisor"
 
 def _broken(e):
@@ -349,7 +284,8 @@ def run(self:Supervisor,
         broken = _broken(e)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     survivors = self._sweep()
-    state, error = self._verdict(broken)
+    summary = self._summary()
+    state, error = self._verdict(broken, summary["ended"])
     self._over.set()
     watching.join(2)  # else it may still take the run for one that is stopping
     self.state, now = state, time.time()
@@ -359,11 +295,11 @@ def run(self:Supervisor,
         for log in filter(Path.is_file, self.rundir.logs_path.rglob("*")): log.name == "supervisor.log" or mask_file(log)  # this process still writes to its own, through `guard`
     except OSError: traceback.print_exc()  # the end itself matters more
     write_json(self.rundir.exit_path, {"v": SCHEMA, "state": state, "ended_at": now, "seconds": now - self.began, "returncodes": self.codes, "first": self.first, "error": error,
-                                       "forced": self.forced, "oom_kill": self.oom_kill(), "note": self.note, "survivors": survivors, "summary": self._summary()}, vital=True)
+                                       "forced": self.forced, "oom_kill": self.oom_kill(), "note": self.note, "survivors": survivors, "summary": summary}, vital=True)
     self.rundir.reserve_path.unlink(missing_ok=True)  # all is said
     return state
 
-# %% ../../nbs/run/10_launch.ipynb #c3854d74
+# %% ../../nbs/run/10_launch.ipynb #17b9443a
 WORKER = "shardnb.run.worker"
 _children = {}  # supervisors started by this process: waited for when they end, so that they don't stay as zombies
 
@@ -384,14 +320,15 @@ class LocalLauncher:
         write_json(rundir.state_path, state)  # from here on the supervisor writes it
         args = ("shardnb.run.launch", "supervise", rundir.path, self.worker)
         with open(os.open(rundir.log_path("supervisor"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log, open(os.devnull) as nothing:
-            try: return (fork(*args, env=plan.get("env") or {}, fds=(nothing.fileno(), log.fileno(), log.fileno()), wait=1., retry=False) or {}).get("pid")
+            meet = lambda pool: write_json(rundir.state_path, state | {"pool": pool})  # the run isn't lost while this one lives
+            try: return (fork(*args, env=plan.get("env") or {}, fds=(nothing.fileno(), log.fileno(), log.fileno()), wait=1., retry=False, meet=meet) or {}).get("pid")
             except Cold as e: p = spawn(*args, env={"SHARDNB_START": f"cold: {e}"}, stdin=nothing, stdout=log, stderr=log)
         for pid, child in list(_children.items()):
             if child.poll() is not None: del _children[pid]
         _children[p.pid] = p
         return p.pid
 
-# %% ../../nbs/run/10_launch.ipynb #ccbc0c2e
+# %% ../../nbs/run/10_launch.ipynb #461f57ea
 @patch
 def kill(self:LocalLauncher,
     rundir:RunDir, # the run
@@ -399,26 +336,19 @@ def kill(self:LocalLauncher,
 ) -> list: # process ids that still live: none, unless one can't be killed
     "End a run without waiting for the end of a step"
     rundir.request_stop("kill")
-    state, until = read_json(rundir.state_path) or {}, time.time() + wait
+    state, until = read_whole(rundir.state_path) or {}, time.monotonic() + wait
     if state.get("host") != socket.gethostname(): return []
-    while time.time() < until and not rundir.exit_path.exists() and alive(state.get("supervisor")): time.sleep(.1)
-    state = read_json(rundir.state_path) or {}
+    while time.monotonic() < until and not rundir.exit_path.exists() and alive(state.get("supervisor")): time.sleep(.1)
+    state = read_whole(rundir.state_path) or {}
     procs = [state.get("supervisor"), *state.get("ranks", {}).values()]
     if not rundir.exit_path.exists():
         for p in procs: send(p, signal.SIGKILL)
-        until = time.time() + 5
-        while any(map(alive, procs)) and time.time() < until: time.sleep(.05)
+        until = time.monotonic() + 5
+        while any(map(alive, procs)) and time.monotonic() < until: time.sleep(.05)
         for log in rundir.logs_path.glob("*.log"): mask_file(log)
         write_json(rundir.exit_path, {"v": SCHEMA, "state": "stopped", "ended_at": time.time(), "seconds": time.time() - state.get("launched_at", time.time()), "returncodes": {}, "error": None,
                                       "forced": "SIGKILL", "note": _BY_FORCE, "survivors": [p["pid"] for p in procs if alive(p)], "summary": {}}, vital=True)
     return [p["pid"] for p in state.get("ranks", {}).values() if alive(p)]
-
-def launch(
-    rundir:RunDir, # the run
-    worker:str=WORKER, # module that a rank runs
-) -> int: # process id of the supervisor
-    "Start a run on this machine"
-    return LocalLauncher(worker).start(rundir)
 
 # %% ../../nbs/run/10_launch.ipynb #86ab3625
 if __name__ == "__main__":

@@ -7,16 +7,17 @@ Docs: https://shardnb.github.io/shardnb/run/live.html.md"""
 # %% auto #0
 __all__ = ['STEP', 'LiveBytes', 'count_live', 'Ledger']
 
-# %% ../../nbs/run/03e_live.ipynb #02cd3cdf
+# %% ../../nbs/run/03e_live.ipynb #68072d9a
 import weakref
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .comm import HELD
+from .comm import LATEST
+from .engine import _local
 from .probe import _storage
 
-# %% ../../nbs/run/03e_live.ipynb #19f86c44
+# %% ../../nbs/run/03e_live.ipynb #b22365c5
 _WORKING_OUT = [0] # depth of DTensor's shape propagation
 
 def _mute_propagation():
@@ -30,10 +31,6 @@ def _mute_propagation():
         finally: _WORKING_OUT[0] -= 1
     muted._shardnb = True
     SP._propagate_tensor_meta_non_cached = muted
-
-def _inner(t):
-    while hasattr(t, "_local_tensor"): t = t._local_tensor
-    return t
 
 # %% ../../nbs/run/03e_live.ipynb #2688e44d
 _aten = torch.ops.aten
@@ -51,7 +48,7 @@ def _all_true(func, args, mask):
     if func is _aten.index.Tensor: return args[0].new_empty((mask.numel(), *args[0].shape[mask.dim():]))
     return args[0].clone() if func is _aten.index_put.default else args[0]
 
-# %% ../../nbs/run/03e_live.ipynb #b8d31bb7
+# %% ../../nbs/run/03e_live.ipynb #6f7d7569
 class LiveBytes(TorchDispatchMode):
     "Bytes of all storages that operations inside have made and that still live."
     def __init__(self,
@@ -72,7 +69,7 @@ class LiveBytes(TorchDispatchMode):
         by=None, # the operation that made it
     ):
         "Count the storage of a tensor."
-        t = _inner(t)
+        t = _local(t)
         if t.device.type == "meta": return
         s = t.untyped_storage()
         key, n = s._cdata, self._round(s.nbytes())
@@ -90,10 +87,10 @@ class LiveBytes(TorchDispatchMode):
     def _remember(self, ts):
         for t in ts:
             if isinstance(t, (list, tuple)): self._remember(t)
-            elif isinstance(t, torch.Tensor) and (key := _inner(t).untyped_storage()._cdata) in self.live:
+            elif isinstance(t, torch.Tensor) and (key := _local(t).untyped_storage()._cdata) in self.live:
                 self.sent.pop(key, None)
                 self.sent[key] = True
-        while len(self.sent) > HELD: del self.sent[next(iter(self.sent))]
+        while len(self.sent) > LATEST: del self.sent[next(iter(self.sent))]
 
     def _drop(self, key):
         self._refs.pop(key, None)
@@ -134,7 +131,7 @@ class LiveBytes(TorchDispatchMode):
         self.look(self.inside(func, args, kwargs))
         return out
 
-# %% ../../nbs/run/03e_live.ipynb #a798e37c
+# %% ../../nbs/run/03e_live.ipynb #5c7db402
 def count_live(
     walked: list,   # `Engine.walk()`: (category, place, tensor or storage), the more specific category first
 ) -> tuple:         # ({(place, category): bytes}, keys of the storages)
@@ -142,8 +139,8 @@ def count_live(
     out, seen = {}, set()
     for category, place, t in walked:
         if t is None: continue
-        if not isinstance(t, torch.UntypedStorage) and _inner(t).device.type == "meta": continue # a fake storage always says "meta"
-        s = _storage(_inner(t))
+        if not isinstance(t, torch.UntypedStorage) and _local(t).device.type == "meta": continue # a fake storage always says "meta"
+        s = _storage(_local(t))
         key, n = s._cdata, s.nbytes()
         if not n or key in seen: continue
         seen.add(key)

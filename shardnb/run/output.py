@@ -7,12 +7,13 @@ Docs: https://shardnb.github.io/shardnb/run/output.html.md"""
 # %% auto #0
 __all__ = ['saved_bytes', 'kept_in', 'output_problems', 'final_of']
 
-# %% ../../nbs/run/05c_output.ipynb #21816fe2
+# %% ../../nbs/run/05c_output.ipynb #97496dc7
 import os, re
 from pathlib import Path
 from ..plan.place import as_path, unwritable
 from ..plan.problem import Problem
 from ..plan.strategy import Strategy, weights_dtype
+from .room import live_runs
 from .rundir import RunDir
 
 # %% ../../nbs/run/05c_output.ipynb #e302b3ac
@@ -27,7 +28,7 @@ def saved_bytes(
     model = facts["total"] * _BYTES[weights_dtype(recipe)] if recipe.tuning == "full" else 4 * facts["trainable"]
     return model + bool(recipe.save_steps) * (model + (0 if recipe.save_only_model else 8 * facts["trainable"]))
 
-# %% ../../nbs/run/05c_output.ipynb #a42c1636
+# %% ../../nbs/run/05c_output.ipynb #e9a5cc5e
 def kept_in(
     folder, # an output_dir
 ) -> list: # names, such as 'checkpoint-20' and 'final'
@@ -37,20 +38,27 @@ def kept_in(
     full = lambda n: os.path.isdir(Path(folder) / n) and os.listdir(Path(folder) / n)
     return sorted(n for n in names if re.fullmatch(r"final|checkpoint-\d+", n) and full(n))
 
+def _writer(folder, home):
+    "The id of a run of the registry that goes on and saves in this folder"
+    here = os.path.realpath(folder)
+    return next((rd.id for rd, plan, _ in live_runs(home) if plan.get("output_dir") and os.path.realpath(plan["output_dir"]) == here), None)
+
 def output_problems(
     recipe, # a Recipe, as it was written
     kind:str="recipe", # of `planner.cell_kind`; a loop saves by itself or not at all
     facts:dict|None=None, # see `saved_bytes`
     resumed:bool=False, # the run goes on in the folder that it had
+    home=None, # see `RunDir.home`
 ) -> list: # of `Problem`
     "Why a run could not save there, or would replace something"
     nvme = unwritable("nvme_path", recipe.nvme_path) if recipe.nvme_path and Strategy.parse(recipe.strategy).nvme and as_path(recipe.nvme_path).is_dir() else []
     if kind == "loop": return nvme
     out, need = recipe.output_dir, saved_bytes(recipe, facts)
-    if out is None: return nvme + (unwritable("output_dir", RunDir.home(), need) if need else [])
+    if out is None: return nvme + (unwritable("output_dir", RunDir.home(home), need) if need else [])
     kept = [] if resumed else kept_in(as_path(out))
     there = ", ".join(kept[:3]) + (" …" if kept[3:] else "")
     taken = [Problem("output_dir", out, f"{out!r} holds {there} of an earlier run, which is never overwritten; choose another output_dir, or move what is there away")] if kept else []
+    if id := _writer(as_path(out), home): taken.append(Problem("output_dir", out, f"{out!r} is where run {id} saves, which goes on: each would take the other's checkpoints for its own; choose another output_dir, or wait for its end"))
     return nvme + (unwritable("output_dir", out, need) or taken)
 
 # %% ../../nbs/run/05c_output.ipynb #22e1b8f8

@@ -51,12 +51,11 @@ def pool_dir(
     folder.mkdir(mode=FOLDER_MODE, exist_ok=True)
     return folder
 
-# %% ../../nbs/run/01b_pool.ipynb #a3dcaced
+# %% ../../nbs/run/01b_pool.ipynb #a780d9de
 def _stamps():
-    "When each loaded file was last written"
-    out = {}
-    for m in list(sys.modules.values()):
-        f = getattr(m, "__file__", None)
+    "When each loaded file was last written, and each folder that packages are installed into"
+    out, folders = {}, [p for p in sys.path if os.path.basename(p) in ("site-packages", "dist-packages")]
+    for f in (*(getattr(m, "__file__", None) for m in list(sys.modules.values())), *folders):
         try: out[f] = os.stat(f).st_mtime_ns if f else 0
         except OSError: continue
     return out
@@ -68,7 +67,7 @@ def changed(
     for f, t in stamps.items():
         try: same = not f or os.stat(f).st_mtime_ns == t
         except OSError: same = False
-        if not same: return f"{f} has changed since it was imported"
+        if not same: return f"packages were installed into {f} or removed from it since the pool has begun" if os.path.isdir(f) else f"{f} has changed since it was imported"
     return ""
 
 def shadowed(
@@ -83,7 +82,7 @@ def shadowed(
                 return f"{os.path.join(folder, entry)} has the name of a module that is loaded already"
     return ""
 
-# %% ../../nbs/run/01b_pool.ipynb #f7375fc3
+# %% ../../nbs/run/01b_pool.ipynb #0457d6c8
 def preload():
     "Import what ranks, supervisors and the planner need"
     # ruff: noqa: F401
@@ -97,16 +96,17 @@ def preload():
     from trl import SFTConfig, SFTTrainer
     from shardnb.run import data, engine, models, observer, probe
 
-def _request(conn):
-    "(what is asked, open files) of one connection"
+def _request(conn, fds):
+    "What is asked in one connection; the open files that come with it are put into `fds`, whatever follows"
     pid, uid, _ = struct.unpack("3i", conn.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
     if uid != os.getuid(): raise PermissionError(f"process {pid} belongs to user {uid}")
-    data, fds, _, _ = socket.recv_fds(conn, 1 << 16, 3)
+    data, came, _, _ = socket.recv_fds(conn, 1 << 16, 3)
+    fds += came
     while not data.endswith(b"\n"):
         more = conn.recv(1 << 16)
         if not more: raise ConnectionError("half a request")
         data += more
-    return json.loads(data), fds
+    return json.loads(data)
 
 def _become(q):
     "In the child: go on as `python -m module` would"
@@ -115,7 +115,11 @@ def _become(q):
     sys.argv = [q["module"], *q["args"]]
     runpy.run_module(q["module"], run_name="__main__", alter_sys=True)
 
-# %% ../../nbs/run/01b_pool.ipynb #686fd946
+# %% ../../nbs/run/01b_pool.ipynb #a44018d1
+def _say(folder, proc, began, ready=None, forks=0):
+    "pool.json: who and since when"
+    write_json(folder / "pool.json", {"proc": proc, "python": sys.executable, "began": began, "ready": ready, "forks": forks})
+
 class Pool:
     "The process that imports once and forks"
     def __init__(self,
@@ -127,7 +131,6 @@ class Pool:
 
     def fill(self):
         "Import; when that fails, children are started cold, and the reason is told"
-        self.tell()
         try: preload()
         except Exception as e:
             traceback.print_exc()
@@ -138,8 +141,8 @@ class Pool:
         self.tell()
 
     def tell(self):
-        "pool.json: who and since when"
-        write_json(self.folder / "pool.json", {"proc": proc_id(), "python": sys.executable, "began": self.began, "ready": self.ready, "forks": self.forks})
+        "Say how it is; not when it is about to leave, since another one may have begun"
+        if not self.why: _say(self.folder, proc_id(), self.began, self.ready, self.forks)
 
     def unfit(self,
         q:dict, # what is asked
@@ -162,7 +165,7 @@ class Pool:
         if not self.why: (self.folder / "socket").unlink(missing_ok=True)
         self.why = self.why or why
 
-# %% ../../nbs/run/01b_pool.ipynb #20765edb
+# %% ../../nbs/run/01b_pool.ipynb #c62a0158
 def _started(pool, asked):
     "What a run says of its start"
     return "warm" if asked >= pool.ready else f"cold: first use; torch, transformers, trl, peft and deepspeed were imported in {pool.ready - pool.began:.1f} s, and runs start warm from now on"
@@ -185,7 +188,7 @@ def _serve(pool, wait):
     with conn:
         conn.settimeout(5)
         try:
-            q, fds = _request(conn)
+            q = _request(conn, fds)
             if q["module"]: answer = _fork(pool, q, fds)
             else: answer = pool.leave("told to leave") or {}
             conn.sendall(json.dumps(answer).encode() + b"\n")
@@ -216,7 +219,7 @@ if __name__ == "__main__":
     serve(_pool)
     os._exit(0)  # nothing to tidy up; what is loaded takes seconds to leave in order
 
-# %% ../../nbs/run/01b_pool.ipynb #4a65219d
+# %% ../../nbs/run/01b_pool.ipynb #bdb924d5
 _pools = []  # started by this process
 
 def no_pool_here() -> str: # why not; empty where there can be one
@@ -244,8 +247,9 @@ def _open(folder, env):
             listener.listen(64)
             own = {k: v for k, v in env.items() if k not in ("PYTHONPATH", "OMP_NUM_THREADS")} | {"PYTORCH_NVML_BASED_CUDA_CHECK": "1", "OMP_NUM_THREADS": "1"}
             _pools[:] = [p for p in _pools if p.poll() is None]
-            _pools.append(subprocess.Popen([sys.executable, "-P", "-m", "shardnb.run.pool", str(folder), str(listener.fileno())], pass_fds=[listener.fileno()], start_new_session=True,
+            _pools.append(child := subprocess.Popen([sys.executable, "-P", "-m", "shardnb.run.pool", str(folder), str(listener.fileno())], pass_fds=[listener.fileno()], start_new_session=True,
                                            cwd="/", env=own, stdin=subprocess.DEVNULL, stdout=log, stderr=log))
+        _say(folder, proc_id(child.pid), time.time())
         return _connect(folder)
 
 def connect(
@@ -265,7 +269,7 @@ def start_pool(
     try: connect(clean_env() | dict(env)).close()
     except Cold: return  # then starts are cold, and each says why
 
-# %% ../../nbs/run/01b_pool.ipynb #6877181c
+# %% ../../nbs/run/01b_pool.ipynb #b0c772e5
 def fork(
     module:str, # run as `python -m module` would
     *args, # its arguments
@@ -273,6 +277,7 @@ def fork(
     fds=(), # open files for its standard input, output and error
     wait:float=60., # s to wait for the answer
     retry:bool=True, # an old pool says so, and another one is started; False: it starts the child itself, cold, so that nobody need wait
+    meet=None, # called with the pool's process, of `proc_id`, before it is asked; None: nobody cares
 ) -> dict|None: # of `proc_id`; None when the pool hasn't answered yet. Raises `Cold` when there is no pool
     "Have the pool start a process"
     env = clean_env() | dict(env)
@@ -280,23 +285,36 @@ def fork(
     for _ in range(2):
         with connect(env) as conn:
             conn.settimeout(wait)
+            if meet: meet((read_json(pool_dir(env) / "pool.json") or {}).get("proc"))
             try:
                 data = json.dumps(q).encode() + b"\n"
                 sent = socket.send_fds(conn, [data], list(fds))
                 conn.sendall(data[sent:])
                 answer = json.loads(conn.makefile().readline() or '{"cold": "the pool has ended"}')
             except TimeoutError: return None
-            except OSError as e: answer = {"cold": f"the pool has ended ({e})"}
+            except (OSError, ValueError) as e: answer = {"cold": f"the pool has ended ({e})"}  # a ValueError: in the middle of its answer
         if "cold" not in answer: return answer
     raise Cold(answer["cold"])
 
-# %% ../../nbs/run/01b_pool.ipynb #7090c651
+# %% ../../nbs/run/01b_pool.ipynb #788f37c1
 class Pooled:
     "A child of the pool, with as much of Popen's face as its user needs"
-    def __init__(self, proc, stdin, stdout): self.proc, self.pid, self.stdin, self.stdout = proc, proc["pid"], stdin, stdout
-    def poll(self): return None if alive(self.proc) else 0  # exit code: the pool knows it, nobody here needs it
-    def kill(self): send(self.proc, 9)
+    def __init__(self,
+        proc:dict, # the child, of `proc_id`
+        stdin, # binary file that it reads
+        stdout, # binary file that it writes
+    ): self.proc, self.pid, self.stdin, self.stdout = proc, proc["pid"], stdin, stdout
+
+    def poll(self) -> int|None: # 0 whatever its exit code, which the pool knows and nobody here needs; None while it runs
+        "Whether it has ended"
+        return None if alive(self.proc) else 0
+
+    def kill(self):
+        "End it now"
+        send(self.proc, 9)
+
     def wait(self):
+        "Wait for its end"
         while self.poll() is None: time.sleep(.01)
 
 def popen(
@@ -309,7 +327,10 @@ def popen(
     ours_out, theirs_out = os.pipe()
     try: proc = fork(module, env=env, fds=(theirs_in, theirs_out, stderr.fileno()))
     except Cold: proc = None
-    os.close(theirs_in), os.close(theirs_out)
+    except BaseException:  # an interrupt; a child that was started meanwhile finds nobody at the other end, and leaves
+        os.close(ours_in), os.close(ours_out)
+        raise
+    finally: os.close(theirs_in), os.close(theirs_out)
     stdin, stdout = os.fdopen(ours_in, "wb"), os.fdopen(ours_out, "rb", buffering=0)
     if proc: return Pooled(proc, stdin, stdout)
     stdin.close(), stdout.close()

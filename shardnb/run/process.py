@@ -7,18 +7,33 @@ Docs: https://shardnb.github.io/shardnb/run/process.html.md"""
 # %% auto #0
 __all__ = ['proc_id', 'alive', 'send', 'clean_env', 'spawn', 'die_with_parent', 'ForkedProcess']
 
-# %% ../../nbs/run/01a_process.ipynb #212f1d70
-import ctypes, io, os, signal, subprocess, sys, time, traceback
+# %% ../../nbs/run/01a_process.ipynb #84bcacb3
+import ctypes, io, os, signal, site, subprocess, sys, sysconfig, time, traceback
+from functools import cache
 from pathlib import Path
 
-# %% ../../nbs/run/01a_process.ipynb #54f340f8
+# %% ../../nbs/run/01a_process.ipynb #97159d35
+@cache
+def _boot():
+    "What names this start of the system; empty where nothing tells"
+    try: return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError: return ""
+
+def _born(pid):
+    "The tick in which a process began, field 22 of its `stat` (proc_pid_stat(5)), with the start of the system that it counts from; None where nothing tells"
+    try: text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+    except OSError: return None
+    fields = text[text.rfind(")") + 1:].split()  # a name may hold spaces and brackets; the third field comes after it
+    return f"{fields[19]}@{_boot()}" if len(fields) > 19 else None
+
 def proc_id(
     pid:int=None, # process id; None: this process
-) -> dict|None: # {'pid', 'create_time'}, None when it is gone
+) -> dict|None: # {'pid', 'create_time', 'born' on Linux}, None when it is gone
     "What names a process for good"
     import psutil
-    try: return {"pid": (p := psutil.Process(pid)).pid, "create_time": p.create_time()}
+    try: found = {"pid": (p := psutil.Process(pid)).pid, "create_time": p.create_time()}
     except psutil.NoSuchProcess: return None
+    return found | ({"born": born} if (born := _born(found["pid"])) else {})
 
 def alive(
     proc:dict|None, # of `proc_id`
@@ -28,7 +43,8 @@ def alive(
     if not proc: return False
     try:
         p = psutil.Process(proc["pid"])
-        return abs(p.create_time() - proc["create_time"]) < 2 and p.status() != psutil.STATUS_ZOMBIE
+        same = _born(p.pid) == proc["born"] if proc.get("born") else abs(p.create_time() - proc["create_time"]) < 2
+        return same and p.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess: return False
 
 def send(
@@ -41,14 +57,18 @@ def send(
     except ProcessLookupError: return False
     return True
 
-# %% ../../nbs/run/01a_process.ipynb #e6288d5c
+# %% ../../nbs/run/01a_process.ipynb #0b590f3e
 _FOREIGN = ("ACCELERATE_", "FSDP_", "TORCHELASTIC_", "MASTER_", "PET_")
 
-def clean_env():
+def _own_paths():
+    "What is in sys.path and a new interpreter wouldn't have by itself"
+    libs = {os.path.realpath(p) for p in (*map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")), *site.getsitepackages(), site.getusersitepackages())}
+    return [p for p in sys.path if p and Path(p).is_dir() and not any(Path(os.path.realpath(p)).is_relative_to(lib) for lib in libs)]
+
+def clean_env() -> dict: # names -> text
     "The kernel's environment without what a launcher or Accelerate left in it, and with its sys.path"
     env = {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN) and k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "JPY_PARENT_PID", "MPLBACKEND", "SHARDNB_FORKED", "SHARDNB_START")}
-    own = [p for p in sys.path if p and not p.startswith((sys.prefix, sys.base_prefix)) and Path(p).is_dir()]
-    env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*own, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]))
+    env["PYTHONPATH"] = os.pathsep.join(dict.fromkeys([*_own_paths(), *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]))
     return env
 
 # %% ../../nbs/run/01a_process.ipynb #10b47286
@@ -69,7 +89,7 @@ def die_with_parent(
     if sys.platform.startswith("linux"): ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent: os._exit(1)  # it ended before we had asked
 
-# %% ../../nbs/run/01a_process.ipynb #1f831424
+# %% ../../nbs/run/01a_process.ipynb #f11fcd6d
 _DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGUSR1, signal.SIGPIPE)
 
 def _like_new(env):
@@ -129,6 +149,8 @@ def _child(run, env, fds):
         code = run() or 0
     except SystemExit as e: code = e.code if isinstance(e.code, int) else 0 if e.code is None else 1
     except BaseException: traceback.print_exc()
-    finally:
-        for f in (sys.stdout, sys.stderr): f.flush()
-        os._exit(code)
+    finally:  # a cell may have closed either of them; whatever happens, this copy of its parent must not go on
+        try: sys.stdout.flush()
+        finally:
+            try: sys.stderr.flush()
+            finally: os._exit(code)

@@ -7,7 +7,7 @@ Docs: https://shardnb.github.io/shardnb/run/saving.html.md"""
 # %% auto #0
 __all__ = ['BUSY', 'SPARE', 'Guard', 'instead', 'Saver', 'newest_words']
 
-# %% ../../nbs/run/07c_saving.ipynb #b0e8468c
+# %% ../../nbs/run/07c_saving.ipynb #a57aea26
 import shutil
 import threading
 import traceback
@@ -20,8 +20,10 @@ from fastcore.basics import patch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from ..plan.place import near
-from .checkpoint import Part, SaveFailed, checkpoints_in, faults, free_bytes, is_full, part_of, rotate
+from ..plan.problem import short_bytes
+from .checkpoint import Checkpoint, Part, SaveFailed, checkpoints_in, faults, free_bytes, is_full, part_of, rotate
 from .engine import DDPEngine, DeepSpeedEngine, Engine, FSDPEngine, _local, unwrap
+from .rundir import RunDir, read_whole
 
 # %% ../../nbs/run/07c_saving.ipynb #40ffbbe1
 class Guard:
@@ -158,12 +160,20 @@ def saving_bytes(self: FSDPEngine, rank: int, model_only: bool):
         return 0 if rank else self._whole_bytes() * (1 if model_only else 2) + (0 if model_only else _bytes(self._moments()) * dist.get_world_size())
     return _bytes(_local(p) for p in self._saved()) + _bytes(_local(t) for t in self._moments())
 
-# %% ../../nbs/run/07c_saving.ipynb #7b618377
+# %% ../../nbs/run/07c_saving.ipynb #12c199b5
 BUSY = 2.     # s between two signs that rank 0 still brings files to the disk
 SPARE = 1.02  # of what a checkpoint takes must be free, and a MiB
 _MiB = 2**20
 
-def _size(n): return f"{n / 2**30:.3g} GiB" if n >= 2**30 else f"{n / _MiB:.3g} MiB"
+def _went_on_from(rundir):
+    "Ids of the runs that this one goes on from, and those from others: a checkpoint of any other run in the same folder is that one's"
+    found, ask = set(), [rundir.id]
+    while ask:
+        plan = read_whole(RunDir(rundir.path.parent / ask.pop()).plan_path) or {}
+        began = plan.get("resume_from")
+        new = {*plan.get("kin", ()), *filter(None, [plan.get("resumed"), began and Checkpoint.of(began).run])} - found
+        found, ask = found | new, [*ask, *new]
+    return found
 
 class Saver:
     "Saves the checkpoints of a trainer"
@@ -174,6 +184,8 @@ class Saver:
 ):
         self.o, self.engine, self.facts = observer, observer.engine, dict(strategy=strategy, run=run, world_size=observer.world_size)
         self.last, self.missed, self.told = None, [], None # bytes of the last checkpoint; steps since then that could not be saved; the topic of the last warning
+        self.stuck = False                                 # whether it was told that an older one can't be taken away
+        self.kin = {run, *_went_on_from(RunDir(observer.events.path.parent.parent))} # whose checkpoints are this run's to take away
 
     def _all(self, *mine):
         "The whole numbers of every rank: a row for each"
@@ -256,7 +268,7 @@ def write(self: Saver,
         if part: part.drop()
     return bad
 
-# %% ../../nbs/run/07c_saving.ipynb #49014398
+# %% ../../nbs/run/07c_saving.ipynb #570693b2
 @patch
 def save(self: Saver,
     trainer,             # a watched one
@@ -279,7 +291,15 @@ def _saved(self: Saver, path, step, limit, best):
     if self.o.rank: return
     self.o.events.write("checkpoint", path=str(path), step=step, complete=True)
     if missed: self.o.events.write("note", message=f"the checkpoint of step {step} is saved; since the one before it, {len(missed)} could not be (step {missed[0]}" + (f" to {missed[-1]})" if missed[1:] else ")"))
-    rotate(path.parent, limit, [best])
+    try: rotate(path.parent, limit, [best], self.kin)
+    except OSError as e: self._not_taken_away(path, step, e)
+
+@patch
+def _not_taken_away(self: Saver, path, step, error):
+    "Warn, once: the new one is saved, and that is what matters"
+    if not self.stuck: self.o.events.write("warning", message=f"the checkpoint of step {step} is saved, and an older one could not be removed ({error}): the run goes on, and more than save_total_limit stay",
+                                           fix=f"see that {near(path.parent)} can be written to; every save tries again", topic="checkpoint", step=step)
+    self.stuck = True
 
 @patch
 def _not_saved(self: Saver, path, step, what, topic, fix):
@@ -293,11 +313,11 @@ def _why_not(path, need, free, bad):
     "(what happened, topic, what to change); free: None when the room seemed to do"
     where = near(path.parent)
     fix = f"free space on the disk of {where}; every save tries again, and save_total_limit or save_only_model make a run need less"
-    if free is not None: return f"it takes about {_size(need)}, and the disk of {where} has {_size(free)} free", "disk", fix
+    if free is not None: return f"it takes about {short_bytes(need)}, and the disk of {where} has {short_bytes(free)} free", "disk", fix
     rank, said, full = next((b for b in bad if b[2]), bad[0])
     left = free_bytes(path.parent)
     if full and (left < 2 * need + _MiB or "No space" in said): # what torch says may mean another thing where there is plenty
-        return f"the disk of {where} became full while it was written; {_size(left)} are free now that the rest of it is removed (rank {rank}: {said})", "disk", fix
+        return f"the disk of {where} became full while it was written; {short_bytes(left)} are free now that the rest of it is removed (rank {rank}: {said})", "disk", fix
     return f"rank {rank} could not write to {where} ({said})", "checkpoint", f"see that {where} can be written to; every save tries again"
 
 def newest_words(

@@ -207,14 +207,15 @@ def _ddp(f):
     hook = c.pop("comm_hook", None)
     return _call("DistributedDataParallelKwargs", c | ({"comm_hook": _Code(f"DDPCommunicationHookType({hook!r})")} if hook else {}), 1000)
 
-# %% ../../nbs/run/14a_script.ipynb #6cf75002
+# %% ../../nbs/run/14a_script.ipynb #4e616d57
 def _model(f):
     "Loading or drawing the model"
     r, dtype = f.recipe, f"torch.{f.dtype}"
     kw = {"dtype": _Code(dtype)} | ({"attn_implementation": r.attn_implementation} if r.attn_implementation else {}) | ({"trust_remote_code": True} if r.trust_remote_code else {})
     if f.random:
+        trust = ", trust_remote_code=True" if r.trust_remote_code else ""
         return (f"torch.manual_seed({r.seed})   # {f.model}/ holds no weights: they are drawn, alike on every rank\n"
-                f"model = {_call('AutoModelForCausalLM.from_config', {'config': _Code(f'AutoConfig.from_pretrained({f.model!r})')} | kw).replace('config=', '', 1)}\n")
+                f"model = {_call('AutoModelForCausalLM.from_config', {'config': _Code(f'AutoConfig.from_pretrained({f.model!r}{trust})')} | kw).replace('config=', '', 1)}\n")
     if r.revision: kw["revision"] = r.revision
     if f.quantization: kw["quantization_config"] = _Code(f.quantization)
     text = f"model = {_call('AutoModelForCausalLM.from_pretrained', {'': f.model} | kw).replace('(=', '(', 1).replace('    =', '    ', 1)}\n"
@@ -270,6 +271,8 @@ for m in trainer.model.modules():
         fully_shard(m, mp_policy=fp32, reshard_after_forward=fsdp["reshard_after_forward"]{offload})
 '''
 
+_FIRST_RATE = ("polynomial", "cosine_with_min_lr", "cosine_warmup_with_min_lr") # schedules of Transformers 5.24 that ask the optimizer for its first rate
+
 def _trainer(f, given):
     "The trainer, from what the cell made or from the parts above"
     if "trainer" in given: out = ""
@@ -280,6 +283,8 @@ def _trainer(f, given):
                'trainer = Ordered(model=model, args=args, train_dataset=train, eval_dataset=evals, data_collator=collator, processing_class=tokenizer)\n')
         if f.quantization and f.engine != "deepspeed":
             out += "for p in trainer.model.parameters():   # SFTTrainer turns QLoRA's adapters into bf16\n    if p.requires_grad: p.data = p.data.float()\n"
+    if f.engine == "deepspeed" and (given & {"args", "trainer"} or f.recipe.lr_scheduler_type in _FIRST_RATE):
+        out += "DeepSpeedOptimizer.defaults = property(lambda z: z.optimizer.defaults)   # some schedules take their first rate from there, and DeepSpeed 0.19.8 has none\n"
     if f.engine == "ddp": out += f"trainer.accelerator.ddp_handler = {_ddp(f)}\n"
     if f.engine == "fsdp" and f.settings.get("fp32_norms"):
         out += _NORMS.format(dtype=_dtype(f.settings["param_dtype"]), offload=', offload_policy=plugin["cpu_offload"]' if f.settings.get("offload_params") else "")
@@ -291,10 +296,10 @@ trainer.save_state()   # output/trainer_state.json: its log_history has every lo
 {whole}trainer.save_model("output/final")
 '''
 
-# %% ../../nbs/run/14a_script.ipynb #6d0913f6
+# %% ../../nbs/run/14a_script.ipynb #a4231886
 _FROM = {"torch.distributed.fsdp": ("CPUOffloadPolicy", "MixedPrecisionPolicy", "fully_shard"), "accelerate": ("Accelerator", "PartialState"),
          "accelerate.utils": ("DDPCommunicationHookType", "DeepSpeedPlugin", "DistributedDataParallelKwargs", "DistributedType", "FullyShardedDataParallelPlugin", "GradientAccumulationPlugin"),
-         "accelerate.utils.fsdp_utils": ("_find_final_norm",), "peft": ("LoraConfig", "get_peft_model"), "transformers.integrations": ("HfDeepSpeedConfig",),
+         "accelerate.utils.fsdp_utils": ("_find_final_norm",), "peft": ("LoraConfig", "get_peft_model"), "transformers.integrations": ("HfDeepSpeedConfig",), "deepspeed.runtime.base_optimizer": ("DeepSpeedOptimizer",),
          "transformers": ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer", "BitsAndBytesConfig", "Trainer", "TrainingArguments"), "trl": ("SFTConfig", "SFTTrainer"),
          "trl.trainer.sft_trainer": ("DataCollatorForLanguageModeling",), "prepare": ("RowOrder", "pad_to_full_batches", "tokenized"), "datetime": ("timedelta",), "pathlib": ("Path",), "types": ("SimpleNamespace",)}
 _PLAIN = ("cloudpickle", "datasets", "deepspeed", "json", "os", "torch", "yaml")

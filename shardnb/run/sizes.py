@@ -7,11 +7,11 @@ Docs: https://shardnb.github.io/shardnb/run/sizes.html.md"""
 # %% auto #0
 __all__ = ['SIZES', 'model_of_size']
 
-# %% ../../nbs/run/05e_sizes.ipynb #b62d6648
+# %% ../../nbs/run/05e_sizes.ipynb #c531e98c
 import json
 from pathlib import Path
 from ..plan.problem import RecipeError, unknown_word
-from .models import build_once, cache_dir
+from .builtin import build_once, cache_dir
 
 # %% ../../nbs/run/05e_sizes.ipynb #ecd96080
 def _llama(hidden, inner, layers, heads, kv_heads, vocab, tied, length):

@@ -8,7 +8,7 @@ Docs: https://shardnb.github.io/shardnb/run/source.html.md"""
 __all__ = ['FORMS', 'unfit', 'called', 'Source', 'PlainSource', 'ZeroSource', 'ShardedSource', 'WholeSource', 'open_source',
            'survey']
 
-# %% ../../nbs/run/06a_source.ipynb #6c447643
+# %% ../../nbs/run/06a_source.ipynb #7bca2fcb
 import json
 import re
 import sys
@@ -20,6 +20,7 @@ import torch
 
 from ..plan.place import near
 from ..plan.problem import Problem, RecipeError
+from .checkpoint import untrusted
 
 # %% ../../nbs/run/06a_source.ipynb #7051dec1
 def unfit(
@@ -84,7 +85,7 @@ class PlainSource(Source):
     def states(self, name): return {k: _flat(v) for k, v in self.kept.get(name, {}).items() if v is not None}
     def names(self): return [n for n, v in self.kept.items() if v]
 
-# %% ../../nbs/run/06a_source.ipynb #c0791078
+# %% ../../nbs/run/06a_source.ipynb #1092605c
 def _zero_types():
     "What DeepSpeed's checkpoints hold of its own"
     from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
@@ -96,7 +97,10 @@ def _by_rank(files): return sorted(files, key=lambda p: int(m[1]) if (m := re.se
 
 class ZeroSource(Source):
     "Flat slices, a file for each rank."
-    def __init__(self, folder: Path, order=None):
+    def __init__(self,
+        folder: Path,    # a checkpoint
+        order=None,      # not needed: names are in the files
+    ):
         where = folder / (folder / "latest").read_text().strip()
         types = _zero_types()
         self.ranks = [_load(f, types)["optimizer_state_dict"] for f in _by_rank(where.glob("*_optim_states.pt"))]
@@ -148,10 +152,13 @@ class ZeroSource(Source):
     def weight(self, name): return self._joint(name, lambda r, i: self.ranks[r][self.fp32][i]) if name in self.shapes else self._frozen(name)
     def names(self): return [n for n in self.shapes if self.at[n] and self._state(*self.at[n][0][:2])]
 
-# %% ../../nbs/run/06a_source.ipynb #e2c2f089
+# %% ../../nbs/run/06a_source.ipynb #08faae45
 class ShardedSource(Source):
     "PyTorch's distributed checkpoint."
-    def __init__(self, folder: Path, order=None):
+    def __init__(self,
+        folder: Path,    # a checkpoint
+        order=None,      # not needed: names are in the files
+    ):
         from torch.distributed.checkpoint import FileSystemReader
         class Reader(FileSystemReader):
             def read_metadata(self, *args, **kwargs): # each `load` asks again, and it is the same file
@@ -176,21 +183,26 @@ class ShardedSource(Source):
 
 class WholeSource(Source):
     "FSDP's full state: whole tensors by name."
-    def __init__(self, folder: Path, order=None): self.model, self.kept = _load(folder / "pytorch_model_fsdp.bin"), _load(folder / "optimizer.bin")["state"]
+    def __init__(self,
+        folder: Path,    # a checkpoint
+        order=None,      # not needed: names are in the files
+    ):
+        self.model, self.kept = _load(folder / "pytorch_model_fsdp.bin"), _load(folder / "optimizer.bin")["state"]
     def shape(self, name): return tuple(self.model[n].shape) if (n := called(name, self.model)) else None
     def weight(self, name): return self.model[n].reshape(-1) if (n := called(name, self.model)) else None
     def states(self, name): return {k: _flat(v) for k, v in self.kept.get(name, {}).items() if v is not None}
     def names(self): return [n for n, v in self.kept.items() if v]
 
-# %% ../../nbs/run/06a_source.ipynb #bf52071d
+# %% ../../nbs/run/06a_source.ipynb #a5580eeb
 FORMS = {"latest": ZeroSource, "pytorch_model_fsdp_0": ShardedSource, "pytorch_model_fsdp.bin": WholeSource, "optimizer.pt": PlainSource} # what tells a form by its name
 
 def open_source(
     folder,      # a checkpoint
     order=None,  # names of parameters in the order of the optimizer's groups, for `PlainSource`
-) -> Source:     # raises `RecipeError` when it is in none of the known forms
+) -> Source:     # raises `RecipeError` when it is in none of the known forms, or when another user may have written it
     "A checkpoint in whichever form it is"
     folder = Path(folder)
+    if why := untrusted(folder): raise unfit(folder, f"is not read: {why}")
     form = next((f for n, f in FORMS.items() if (folder / n).exists()), None)
     if form is None: raise unfit(folder, "holds no optimizer in a form that is known here: that of DDP, ZeRO or FSDP")
     return form(folder, order)

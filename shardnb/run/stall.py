@@ -8,9 +8,10 @@ Docs: https://shardnb.github.io/shardnb/run/stall.html.md"""
 __all__ = ['FLOOR', 'PACE', 'FIRST', 'APART', 'stall_limit', 'answer_signal', 'ask_stacks', 'main_thread', 'stack_text', 'stand',
            'explain_stall', 'StallWatch', 'stall_error']
 
-# %% ../../nbs/run/09b_stall.ipynb #dfd8fe22
+# %% ../../nbs/run/09b_stall.ipynb #921575ec
 import faulthandler, os, re, signal, time
 from fastcore.basics import patch
+from ..plan.problem import short_bytes
 from .process import send
 from .rundir import RunDir, read_json, write_json
 
@@ -104,13 +105,8 @@ def stand(
     return {"phase": phase, "step": beat.get("step"), "calls": beat.get("calls"), "collective": inside, "last": beat.get("last") or [], "cell_line": cell[0] if cell else None, "at": at,
             "loads": any(_LOADS.search(f) or n == "get_batch_samples" for f, _, n in frames), "left": bool(left), **more}
 
-# %% ../../nbs/run/09b_stall.ipynb #f7012f7d
-def _size(n):
-    for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if n >= 2**power: return f"{n / 2**power:.3g} {unit}"
-    return f"{n} B"
-
-def _what(c): return c["kind"] + (f" of {_size(c['bytes'])}" if c.get("bytes") else "")
+# %% ../../nbs/run/09b_stall.ipynb #6007024c
+def _what(c): return c["kind"] + (f" of {short_bytes(c['bytes'])}" if c.get("bytes") else "")
 def _ranks(rs): return f"rank {rs[0]}" if len(rs) == 1 else f"ranks {', '.join(map(str, rs[:-1]))} and {rs[-1]}" if len(rs) <= 8 else f"{len(rs)} ranks"
 def _verb(rs, one, many): return f"{_ranks(rs)} {one if len(rs) == 1 else many}"
 

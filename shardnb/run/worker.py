@@ -7,7 +7,7 @@ Docs: https://shardnb.github.io/shardnb/run/worker.html.md"""
 # %% auto #0
 __all__ = ['Worker', 'install_arguments', 'near_names', 'main']
 
-# %% ../../nbs/run/09_worker.ipynb #c2b97e68
+# %% ../../nbs/run/09_worker.ipynb #d80bf2ba
 import atexit
 import linecache
 import os
@@ -18,6 +18,7 @@ import traceback
 
 from fastcore.basics import patch
 
+from ..plan.place import near
 from ..plan.problem import Problem, RecipeError
 from ..plan.recipe import Recipe
 from ..plan.strategy import Strategy, settings
@@ -39,7 +40,7 @@ def _heartbeat(rundir, rank, where, pulse=dict):
             time.sleep(1)
     threading.Thread(target=beat, name="shardnb-heartbeat", daemon=True).start()
 
-# %% ../../nbs/run/09_worker.ipynb #f92e2ae5
+# %% ../../nbs/run/09_worker.ipynb #05e4b445
 class Worker:
     "One rank of a run."
     def __init__(self,
@@ -58,9 +59,13 @@ class Worker:
         "A note in the run, from rank 0 only: it would be the same on the others."
         if self.rank == 0: self.events.write("note", message=message)
 
-    def progress(self, done: int, total: int=None, what: str="tokenizing rows"):
+    def progress(self,
+        done: int,        # units done
+        total: int=None,  # units in all, if known
+        what: str="tokenizing rows", # what is being done; rows are counted where it tokenizes, MiB where it says so, and parts elsewhere
+    ):
         "How far something long has come; from whichever rank does it for all."
-        self.events.write("progress", what=what, done=done, total=total, unit="rows" if "tokeniz" in what else "parts")
+        self.events.write("progress", what=what, done=done, total=total, unit="rows" if "tokeniz" in what else None if "MiB" in what else "parts")
 
     def phase(self, name: str): # name: one of `event.PHASES`
         "Enter a phase."
@@ -121,24 +126,38 @@ def prepare(self: Worker):
     self.observer.comm.install()
     install_arguments(self)
 
-# %% ../../nbs/run/09_worker.ipynb #47b5af57
+# %% ../../nbs/run/09_worker.ipynb #04881adc
 def install_arguments(
     worker: Worker,  # with an open engine
 ):
     "Make every `TrainingArguments` from now on carry the strategy."
     from transformers import TrainingArguments
-    original, engine, default_dir = TrainingArguments.__post_init__, worker.engine, {None, "trainer_output"}
+    original, engine, r = TrainingArguments.__post_init__, worker.engine, worker.recipe
     def post_init(args):
         if args.deepspeed or args.fsdp:
             raise RecipeError(Problem("args", "deepspeed or fsdp", "the cell's TrainingArguments name a sharding engine; the strategy option decides it"))
         engine.set_batch(args.per_device_train_batch_size, args.gradient_accumulation_steps, args.max_grad_norm)
         for k, v in engine.arguments().items(): setattr(args, k, v)
         args.disable_tqdm, args.logging_nan_inf_filter = True, False
-        args.report_to = list(worker.recipe.report_to) or "none"
-        if args.output_dir in default_dir: args.output_dir = str(worker.rundir.checkpoints_path)
+        args.report_to, args.output_dir = _trackers(r, args.report_to, worker.say), _output(r, args.output_dir, worker)
+        args.save_only_model = args.save_only_model or r.save_only_model
         original(args)
         if plugin := engine.plugin_arguments(): args.fsdp_plugin_args = plugin
     TrainingArguments.__post_init__ = post_init
+
+def _trackers(recipe, asked, say):
+    "The recipe's trackers; where it names none, those of the cell's own arguments."
+    asked = [asked] if isinstance(asked, str) else list(asked or [])
+    if not recipe.report_to or asked in ([], ["none"], recipe.report_to): return list(recipe.report_to) or asked or "none"
+    say(f"report_to: the recipe's {', '.join(recipe.report_to)}, and not {', '.join(asked)}, which the cell's own arguments name")
+    return list(recipe.report_to)
+
+def _output(recipe, asked, worker):
+    "Where checkpoints go: where the cell's own arguments say, else where the recipe says, else into the run's folder."
+    own = recipe.output_dir or str(worker.rundir.checkpoints_path)
+    if asked in (None, "trainer_output", own): return own
+    if recipe.output_dir: worker.say(f"checkpoints go to {near(asked)}, as the cell's own arguments say, and the final model to {near(own)}, as output_dir says")
+    return asked
 
 # %% ../../nbs/run/09_worker.ipynb #f36a4bf2
 @patch
@@ -158,11 +177,12 @@ def training_arguments(self: Worker,
         dataset_kwargs={"skip_prepare_dataset": True}, remove_unused_columns=False)
     return kw
 
-# %% ../../nbs/run/09_worker.ipynb #91bb503e
+# %% ../../nbs/run/09_worker.ipynb #315207c2
 @patch
 def run_cell(self: Worker) -> dict: # the namespace after the cell
     "Execute the cell on this rank."
-    from shardnb.run.observer import LazyAccelerator, StopRun, loop_accelerator, make_log
+    from shardnb.run.loop import LazyAccelerator, loop_accelerator, make_log
+    from shardnb.run.observer import StopRun
     r, path = self.recipe, str(self.rundir.cell_path)
     lazy = LazyAccelerator(lambda: loop_accelerator(self.observer, r.grad_accum or 1, r.micro_batch or 1, "clip_grad_norm_" in self.cell.text, self.complete_settings))
     ns = dict(__name__="__main__", __file__=path, rank=self.rank, world_size=self.world_size, device=self.engine.device, recipe=r, log=make_log(self.observer), accelerator=lazy)
@@ -182,11 +202,11 @@ def near_names(ns): # ns: a cell's namespace
     "What a cell made, for a message."
     return ", ".join(n for n in ns if not n.startswith("_") and n not in PROVIDED)[:200] or None
 
-# %% ../../nbs/run/09_worker.ipynb #eb412298
+# %% ../../nbs/run/09_worker.ipynb #03b5a42b
 @patch
 def build_trainer(self: Worker, ns: dict): # ns: the cell's namespace; returns an observed trainer
     "A trainer from what the cell made, and from the recipe for the rest."
-    from shardnb.run.observer import watch
+    from shardnb.run.watch import watch
     if ns.get("trainer") is not None:
         self.phase("sharding")
         _check_trained(ns["trainer"].model)
@@ -199,7 +219,7 @@ def build_trainer(self: Worker, ns: dict): # ns: the cell's namespace; returns a
     from shardnb.run.packing import packing_problems
     tok = ns.get("tokenizer") or (models.load_tokenizer(self.recipe, on_note=self.say, on_progress=self.progress) if self.recipe.model or self.recipe.tokenizer else None)
     model = ns.get("model")
-    if model is None: model = models.load_model(self.recipe, on_note=self.say, on_progress=self.progress)
+    if model is None: model = models.load_model(self.recipe, on_note=self.say, on_progress=self.progress, lean=self.engine.lean and self.world_size > 1)
     if tok is not None and self.recipe.model: model = models.fit_vocabulary(model, tok, self.recipe, self.say)
     model.config.use_cache = False
     if bad := packing_problems(model, self.recipe): raise RecipeError(bad)
@@ -218,10 +238,14 @@ def build_trainer(self: Worker, ns: dict): # ns: the cell's namespace; returns a
     trainer.sampler_factory = sampler
     return trainer
 
-# %% ../../nbs/run/09_worker.ipynb #cf3a1908
+# %% ../../nbs/run/09_worker.ipynb #33f37858
 @patch
-def rows(self: Worker, ns, tok, args): # (train, eval, collator, sampler factory)
-    "The training rows, tokenized, masked and evened out."
+def rows(self: Worker,
+    ns: dict,   # the cell's namespace; its own rows and collator come before the recipe's
+    tok,        # tokenizer, or None
+    args,       # `TrainingArguments`: how many rows make a step
+) -> tuple:     # (train, eval or None, collator or None, sampler factory or None); raises `RecipeError`
+    "The training rows, tokenized, masked and evened out; a stream stays one."
     from shardnb.run import data
     from shardnb.run.health import all_masked
     r = self.recipe
@@ -234,16 +258,18 @@ def rows(self: Worker, ns, tok, args): # (train, eval, collator, sampler factory
         raw = collator is None and rows is not None and "input_ids" not in _columns(rows)
         return data.tokenize_rows(rows, r, tok, on_note=self.say, on_progress=self.progress) if raw and _columns(rows) else rows
     if evals is None and r.eval_share and ns.get("train_dataset") is not None:
-        train, evals = train.train_test_split(test_size=r.eval_share, seed=r.seed).values()
+        if hasattr(train, "train_test_split"): train, evals = train.train_test_split(test_size=r.eval_share, seed=r.seed).values()
+        else: self.say("eval_share has no effect: the cell's train_dataset is no table that rows could be taken from; an eval_dataset can stand beside it")
     train, evals = ready(train), ready(evals)
-    if "labels" in _columns(train):
+    labelled = "labels" in _columns(train)
+    if labelled and collator is None and tok is not None: collator = data.collator_for(r, tok)
+    if labelled and hasattr(train, "__len__"):
         n = len(train)
         if all_masked(train): raise RecipeError(Problem("train_dataset", "labels", f"all labels of all {n} rows are masked (-100): nothing would be learned"))
         train, extra = data.pad_to_full_batches(train, args.per_device_train_batch_size, args.gradient_accumulation_steps, self.world_size)
         if extra: self.say(f"{n} rows don't fill {args.per_device_train_batch_size * args.gradient_accumulation_steps * self.world_size}-row steps: {extra} rows without labels even out the last one")
         sampler = lambda: data.RowOrder(n, extra, r.seed)
-        if collator is None and tok is not None: collator = data.collator_for(r, tok)
-    else: self.say("rows without labels of their own: where they don't fill the last step, Accelerate repeats some, and they count in its loss")
+    else: self.say(("rows that come as a stream" if labelled else "rows without labels of their own") + ": where they don't fill the last step, Accelerate repeats some, and they count in its loss")
     return train, evals, collator, sampler
 
 def _check_trained(model):
@@ -275,14 +301,15 @@ def complete_settings(self: Worker, model): # model: the live model, before it i
     self.engine.complete(found)
     for note in found["notes"]: self.say(note)
 
-# %% ../../nbs/run/09_worker.ipynb #d8e8f17c
+# %% ../../nbs/run/09_worker.ipynb #130648e0
 @patch
 def train(self: Worker, ns: dict): # ns: the cell's namespace
     "Build, train, save."
     t = self.trainer = self.build_trainer(ns)
     ns["accelerator"].__shardnb_set__(t.accelerator)
     prompts = self.plan.get("sample_prompts") or []
-    if prompts: t.add_callback(_sampler(self, prompts))
+    if prompts and (why := _mute(t.processing_class)): self.say(f"the prompts are not answered: {why}")
+    elif prompts: t.add_callback(_sampler(self, prompts))
     from shardnb.run.transfer import going_on
     began = self.plan.get("resume_from")
     with going_on(t, self.engine, began, self.strategy, self.say): t.train(resume_from_checkpoint=began)
@@ -300,6 +327,11 @@ def save_final(self: Worker, trainer):
         if out.name != "final": self.say(f"another run has put its model into final meanwhile; this one's is in {out.name}")
         self.say(f"the final model is saved in {dtype}, as {self.strategy.name} holds it at precision {self.recipe.precision}")
         self.events.write("checkpoint", path=str(out), step=self.observer.steps, complete=True)
+
+def _mute(tok):
+    "Why a tokenizer can't put a question."
+    if tok is None: return "the trainer has no tokenizer (processing_class)"
+    return None if getattr(tok, "chat_template", None) else "the trainer's tokenizer has no chat template"
 
 def _sampler(worker, prompts):
     "A callback that lets the sharded model answer the same prompts before and after training."
@@ -346,7 +378,7 @@ def _to_cpu(v, engine):
     if isinstance(v, dict): return {k: _to_cpu(x, engine) for k, x in v.items()}
     return type(v)(_to_cpu(x, engine) for x in v) if type(v) in (list, tuple) else v
 
-# %% ../../nbs/run/09_worker.ipynb #63ca0ad6
+# %% ../../nbs/run/09_worker.ipynb #c6aa9717
 @patch
 def run(self: Worker) -> str: # 'done' or 'stopped'
     "The whole life of a rank."
@@ -364,7 +396,7 @@ def run(self: Worker) -> str: # 'done' or 'stopped'
     self.events.write("end", state=state, step=self.observer.steps)
     import torch.distributed as dist
     dist.barrier()
-    if self.recipe.report_to: atexit._run_exitfuncs() # trackers finish their run there, and `os._exit` would skip it
+    if self.recipe.report_to or self.trainer and self.trainer.args.report_to: atexit._run_exitfuncs() # trackers finish their run there, and `os._exit` would skip it
     return state
 
 def main(
@@ -381,8 +413,11 @@ def main(
         return 1
     return 0
 
-# %% ../../nbs/run/09_worker.ipynb #1bf44a39
+# %% ../../nbs/run/09_worker.ipynb #0dc188d5
 if __name__ == "__main__" and "RANK" in os.environ:
-    code = main(sys.argv[1])
-    sys.stdout.flush(); sys.stderr.flush()
-    os._exit(code) # a rank has nothing to tidy up; ordinary interpreter exit with DeepSpeed loaded takes seconds, and can hang in a broken process group
+    code = 1
+    try:
+        code = main(sys.argv[1])
+        sys.stdout.flush(); sys.stderr.flush() # which a cell may have closed
+    except BaseException: traceback.print_exc()
+    finally: os._exit(code) # a rank has nothing to tidy up; ordinary interpreter exit with DeepSpeed loaded takes seconds, and can hang in a broken process group

@@ -7,10 +7,10 @@ Docs: https://shardnb.github.io/shardnb/ui/bars.html.md"""
 # %% auto #0
 __all__ = ['rows_html', 'plan_bars_html', 'strategy_bar_html']
 
-# %% ../../nbs/ui/01f_bars.ipynb #1ab32f46
+# %% ../../nbs/ui/01f_bars.ipynb #625d20c6
 from ..plan.ways import limit_of, verdict
 from .figures import MEANING, PALETTE, VERDICTS, _FAR, _plan_row, _span_text, size_text
-from .panel import _CARD, _SOFT, _div, _e, _span
+from .card import _CARD, _SOFT, _div, _e, _span
 
 # %% ../../nbs/ui/01f_bars.ipynb #a3f40d5d
 def _stripes(colour): return f'repeating-linear-gradient(135deg,{colour} 0 5px,{colour}a8 5px 7px)'

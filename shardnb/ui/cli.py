@@ -7,17 +7,18 @@ Docs: https://shardnb.github.io/shardnb/ui/cli.html.md"""
 # %% auto #0
 __all__ = ['COMMANDS', 'Follower', 'memory_lines', 'follow', 'failure_text', 'train_command', 'resume_command', 'plan_command',
            'runs_command', 'compare_command', 'delete_command', 'attach_command', 'stop_command', 'logs_command',
-           'export_command', 'doctor_command', 'demo_command', 'command_parser', 'usage', 'main']
+           'export_command', 'doctor_command', 'demo_command', 'command_parser', 'usage', 'completions', 'main']
 
-# %% ../../nbs/ui/04_cli.ipynb #b938c777
-import signal, sys, threading
+# %% ../../nbs/ui/04_cli.ipynb #544b20b0
+import os, signal, sys, threading
 from contextlib import contextmanager
 from pathlib import Path
 from ..plan.place import missing_file, near, unreadable, unwritable
 from ..plan.problem import RecipeError, ShardnbError, unknown_word
-from .options import OptionParser, add_recipe_options, changes_of, parse_options, recipe_of
+from .options import OptionParser, add_recipe_options, changes_of, complete_words, parse_options, recipe_of
 from ..run.handle import ENDED
-from .panel import text_line, wait_for
+from .card import text_line
+from .panel import wait_for
 
 # %% ../../nbs/ui/04_cli.ipynb #c1ac9366
 class Follower:
@@ -83,16 +84,15 @@ class _Waiter:
         try: self.follower.say(f'{self.run.id} {how} without this command. To see it again: shardnb attach {self.run.id}; to stop it: shardnb stop {self.run.id}')
         except OSError: pass # the terminal is gone
 
-# %% ../../nbs/ui/04_cli.ipynb #489c577f
+# %% ../../nbs/ui/04_cli.ipynb #1e003390
 def memory_lines(
     run, # a `Run`
 )->list: # text lines
-    "The peak of each rank, or what it held after its last step, by category"
-    from shardnb.ui.charts import memory_rows
+    "The peak of each rank by category; where none was measured, as on the host, what it held after its last step"
+    from shardnb.ui.charts import memory_rows, summits
     from shardnb.ui.figures import size_text
-    rows = memory_rows(run.memory); rows = [r for r in rows if r[2]=='peak'] or [r for r in rows if r[2]=='after_step']
     held = lambda parts, total: ', '.join(f'{c} {size_text(v)}' for c,v in parts.items() if v)+(f'; total without context {size_text(total)}' if total else '')
-    return [f'  rank {rank} {place} {moment.replace("_", " ")}: {held(parts, total)}' for rank,place,moment,parts,total in rows]
+    return [f'  rank {rank} {place} {moment.replace("_", " ")}: {held(parts, total)}' for rank,place,moment,parts,total in summits(memory_rows(run.memory))]
 
 def follow(
     run, # a `Run`
@@ -124,7 +124,7 @@ def failure_text(
     if e is None: return f'{run.id}: the run was lost: its supervisor is gone and left no end'
     return f'FAILED: {e}\n  log: shardnb logs {run.id}'
 
-# %% ../../nbs/ui/04_cli.ipynb #2650af42
+# %% ../../nbs/ui/04_cli.ipynb #0cd857b2
 def _text_of(path):
     "The text of the file of --cell"
     try: return Path(path).read_text(encoding='utf-8')
@@ -143,17 +143,17 @@ def _launch(begin, ns):
         print('ended by a signal before anything was launched' if run is None else f'{run.id} goes on without this command: shardnb attach {run.id}', file=sys.stderr)
         return e.code
 
-def train_command(ns, words):
+def train_command(ns):
     "Train from a recipe or options, and follow the run; exit code 1 if it failed"
-    from shardnb.run.handle import train
+    from shardnb.run.start import train
     return _launch(lambda: train(recipe_of(ns, ns.recipe), cell=_text_of(ns.cell) if ns.cell else None), ns)
 
-def resume_command(ns, words):
+def resume_command(ns):
     "Go on from the newest complete checkpoint of a run, and follow the new run; options change its recipe"
-    from shardnb.run.handle import attach
+    from shardnb.run.registry import attach
     return _launch(lambda: attach(ns.id).resume(**changes_of(ns)), ns)
 
-def plan_command(ns, words):
+def plan_command(ns):
     "Which strategies fit this model and machine, and which one to take: predicted, nothing is run"
     from shardnb.ui.planned import plan_of, plan_text
     recipe, plan = plan_of(ns)
@@ -163,15 +163,15 @@ def plan_command(ns, words):
     else: print(plan_text(plan, recipe))
     return 0 if plan.best else 1
 
-# %% ../../nbs/ui/04_cli.ipynb #c4717403
-def runs_command(ns, words):
+# %% ../../nbs/ui/04_cli.ipynb #21b70c32
+def runs_command(ns):
     "List the runs of this folder, newest first"
-    from shardnb.run.handle import runs
+    from shardnb.run.registry import runs
     t = runs()
     print(t.to_string(index=False) if len(t) else 'no runs in this folder yet; shardnb demo makes one')
     return 0
 
-def compare_command(ns, words):
+def compare_command(ns):
     "Run the same work for a few steps under each strategy, and compare"
     from shardnb.ui.compared import comparison_of
     told = set()
@@ -182,47 +182,50 @@ def compare_command(ns, words):
     print(found.table.to_json(orient='records', indent=1) if ns.json else found)
     for name,r in zip(found.names, found.runs):
         if r.error: print(f'{name}: {r.error}', file=sys.stderr)
-    return int(any(r.state in ('failed', 'lost') for r in found.runs))
+    if ns.json:
+        for name,why in found.left.items(): print(f'{name} was not run: {why}', file=sys.stderr)   # the table in words says it itself
+    if 'interrupted' in found.left.values(): return 130
+    return int(bool(found.left) or any(r.state in ('failed', 'lost') for r in found.runs))
 
-def delete_command(ns, words):
+def delete_command(ns):
     "Delete runs that have ended, with their checkpoints; asks first"
-    from shardnb.run.handle import attach
+    from shardnb.run.registry import attach
     from shardnb.ui.runs import delete
     return 0 if delete(list({(r := attach(i)).id:r for i in ns.ids}.values()), ns.outputs, ns.yes) else 1
 
-def attach_command(ns, words):
+def attach_command(ns):
     "Follow a run that was started elsewhere, to its end"
-    from shardnb.run.handle import attach
+    from shardnb.run.registry import attach
     return follow(attach(ns.id), owns=False)
 
-def stop_command(ns, words):
+def stop_command(ns):
     "Ask a run to stop after its step and wait until it has"
-    from shardnb.run.handle import attach
+    from shardnb.run.registry import attach
     run = attach(ns.id)
     if run.state in ENDED: print(f'{run.id} has ended already: {run.state}'); return 0
     run.kill() if ns.now else run.stop()
     wait_for(run); print(f'{run.id}: {run.state}'); return 0
 
-def logs_command(ns, words):
+def logs_command(ns):
     "Print the log of one rank"
-    from shardnb.run.handle import attach
+    from shardnb.run.registry import attach
     text = attach(ns.id).logs(ns.rank, tail=ns.tail)
     if text: print(text)
     else: print(f'nothing yet in the log of {"rank " if ns.rank.isdecimal() else ""}{ns.rank}', file=sys.stderr)
     return 0
 
-def export_command(ns, words):
+def export_command(ns):
     "Write a run as an ordinary project: train.py, launch command, README; it needs no shardnb"
-    from shardnb.run.handle import attach
+    from shardnb.run.registry import attach
     print(attach(ns.id).export(ns.folder))
     return 0
 
-def doctor_command(ns, words):
+def doctor_command(ns):
     "Say what works on this machine and what does not, with the fix"
     from shardnb.ui.doctor import report
     return report()
 
-def demo_command(ns, words):
+def demo_command(ns):
     "Fine-tune a real language model on two ranks of this machine, and explain"
     from shardnb.ui.demo import demo
     if bad := unwritable('--folder', ns.folder): raise RecipeError(bad)
@@ -272,12 +275,20 @@ def command_parser(
     if name=='demo': p.add_argument('--folder', default='shardnb_demo', help='where the picture goes')
     return p
 
-# %% ../../nbs/ui/04_cli.ipynb #87b72680
+# %% ../../nbs/ui/04_cli.ipynb #84819214
 def usage()->str: # what `shardnb --help` prints
     "All commands, a line each"
     from shardnb import __version__
     lines = '\n'.join(f'  shardnb {n:<8}{c.__doc__}' for n,c in COMMANDS.items())
-    return f'shardnb {__version__}: pick a sharding strategy, train on every rank, watch the memory\n\n{lines}\n\nshardnb COMMAND --help lists its options.'
+    return f'shardnb {__version__}: pick a sharding strategy, train on every rank, watch the memory\n\n{lines}\n\nshardnb COMMAND --help lists its options. For the Tab key in bash: complete -o default -C "shardnb --complete" shardnb'
+
+def completions(
+    line:str, # the command line up to the cursor
+)->list: # words
+    "What the Tab key offers"
+    words = line.split(); fragment = '' if line.endswith(' ') else words.pop()
+    if len(words)<2: return [c for c in COMMANDS if words and c.startswith(fragment)]
+    return complete_words(command_parser(words[1]), words[2:], fragment)[1] if words[1] in COMMANDS else []
 
 def main(
     argv:list=None, # words; None: those of the process
@@ -286,11 +297,13 @@ def main(
     words = list(sys.argv[1:] if argv is None else argv)
     if not words or words[0] in ('-h', '--help', 'help'): print(usage()); return 0
     if words[0] in ('--version', 'version'): from shardnb import __version__; print(__version__); return 0
+    if words[0]=='--complete':   # bash asks: it gives the line in its environment
+        print('\n'.join(completions(os.environ.get('COMP_LINE', '')[:int(os.environ.get('COMP_POINT', 10**6))]))); return 0
     try:
         if words[0] not in COMMANDS:
             raise RecipeError(unknown_word('command', words[0], list(COMMANDS), 'a command'))
         ns = parse_options(command_parser(words[0]), words[1:])
-        return COMMANDS[words[0]](ns, words[1:])
+        return COMMANDS[words[0]](ns)
     except ShardnbError as e: print(f'shardnb: {e}', file=sys.stderr); return 2
     except KeyboardInterrupt: print(file=sys.stderr); return 130
     except BrokenPipeError: sys.stderr.close(); return 0

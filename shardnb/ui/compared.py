@@ -8,13 +8,13 @@ Docs: https://shardnb.github.io/shardnb/ui/compared.html.md"""
 __all__ = ['named_rows', 'compare_figure', 'title', 'compare_table_html', 'compare_html', 'compare_bundle', 'compared_html',
            'LiveComparison', 'add_compare_options', 'comparison_of']
 
-# %% ../../nbs/ui/01c_compared.ipynb #c9bb1235
+# %% ../../nbs/ui/01c_compared.ipynb #cfeb58b3
+from ..plan.problem import Problem, RecipeError
 from ..run.handle import ENDED
 from .figures import DRAWING, PALETTE, _INK, _SOFT, _bars, _bytes_axis, _legend, _tidy, _waiting, new_figure, png, size_text, time_text
-from .panel import _CELL, _SOFT as _SOFTLY, _TABLE, _div, _e
-from .planned import image_html
+from .card import _CARD, _CELL, _SOFT as _SOFTLY, _TABLE, _div, _e, image_html
 
-# %% ../../nbs/ui/01c_compared.ipynb #15916835
+# %% ../../nbs/ui/01c_compared.ipynb #bc2a39c1
 _LINES = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#22252b') # Okabe and Ito's colours, told apart by who can't see red or green
 _MARKS = 'osD^vPX'
 
@@ -30,8 +30,8 @@ def _memory(ax, rows, predicted):
     bars = [(y, parts, rest if rest>.005*sum(parts.values()) else 0) for y,parts,rest in bars]
     ends = _bars(ax, bars, .62, False)
     said = [(1.25*i+.46, {c:p.device[c] for c in PALETTE if p.device.get(c)}, 0) for i,p in enumerate(predicted) if p]
-    right = 1.12*max([*ends, *_bars(ax, said, .22, True)])
-    for (y,_,_),end,r in zip(bars, ends, rows): ax.text(end, y, '  '+(size_text(r['peak_bytes']) if r['peak_bytes'] else r['state']), va='center', fontsize=7.5, color=_SOFT)
+    right = (1.24 if any(r['host_bytes'] for r in rows) else 1.12)*max([*ends, *_bars(ax, said, .22, True)])
+    for (y,_,_),end,r in zip(bars, ends, rows): ax.text(end, y, '  '+(size_text(r['peak_bytes']) if r['peak_bytes'] else r['state'])+(f' + {size_text(r["host_bytes"])} host' if r['host_bytes'] else ''), va='center', fontsize=7.5, color=_SOFT)
     ax.set_yticks([b[0] for b in bars], [r['name'] for r in rows]); ax.set_ylim(bars[-1][0]+.8, -.6); ax.set_xlim(0, right); _bytes_axis(ax, right)
     _legend(ax, [c for c in PALETTE if any(c in b[1] for b in bars)], any(b[2] for b in bars), False)
 
@@ -92,7 +92,7 @@ def title(
     r = comparison.runs[0].recipe
     return ' · '.join(str(x) for x in (r.model, f'{r.nproc} rank{"s" if r.nproc!=1 else ""}', r.tuning if r.tuning!='full' else '', r.precision, ', '.join(comparison.names)) if x)
 
-# %% ../../nbs/ui/01c_compared.ipynb #20b4d123
+# %% ../../nbs/ui/01c_compared.ipynb #cdbbc2bb
 _HEAD = dict(name='strategy', state='', steps='steps', loss='loss', loss_diff='apart', peak_bytes='peak', predicted_bytes='predicted', params='parameters', grads='gradients', optimizer='optimizer',
     gathered='gathered', host_bytes='host', sent_bytes='sends a step', step_s='a step', tokens_per_s='tokens/s')
 
@@ -106,12 +106,14 @@ def _cell(key, v):
 def compare_table_html(
     comparison, # a `Comparison`
 )->str: # an HTML table
-    "A row for each run; below it, why one failed"
+    "A row for each run; below it, why one failed or wasn't run"
     rows = named_rows(comparison); told = [k for k in _HEAD if any(_cell(k, r[k]) for r in rows)]
     head = ''.join(f'<th style="{_CELL}" scope="col">{_HEAD[k]}</th>' for k in told); out = []
+    wide = lambda said: f'<tr><td style="{_CELL}white-space:normal;color:#b3261e" colspan="{len(told)}">{_e(str(said))}</td></tr>'
     for r,run in zip(rows, comparison.runs):
         out.append('<tr>'+''.join(f'<td style="{_CELL}">{_e(_cell(k, r[k]))}</td>' for k in told)+'</tr>')
-        if r['state'] in ('failed', 'lost') and run.error: out.append(f'<tr><td style="{_CELL}white-space:normal;color:#b3261e" colspan="{len(told)}">{_e(str(run.error))}</td></tr>')
+        if r['state'] in ('failed', 'lost') and run.error: out.append(wide(run.error))
+    out += [wide(f'{name} was not run: {why}') for name,why in comparison.left.items()]
     return _div('overflow-x:auto', f'<table style="{_TABLE}"><thead><tr>{head}</tr></thead><tbody>{"".join(out)}</tbody></table>')
 
 def compare_html(
@@ -122,7 +124,7 @@ def compare_html(
     cpu = comparison.runs and not comparison.runs[0].plan.get('cuda')
     said = _div(_SOFTLY+'margin:4px 0', "These ranks are CPU processes: bytes and losses are what GPUs would show, speed isn't.") if cpu else ''
     alt = f'Peak memory, losses, bytes sent and speed of {", ".join(comparison.names)}'
-    return compare_table_html(comparison)+said+(image_html(picture, alt) if picture else '')
+    return _div(_CARD, compare_table_html(comparison), said, image_html(picture, alt) if picture else '')
 
 def compare_bundle(
     comparison, # a `Comparison`
@@ -161,26 +163,37 @@ class LiveComparison:
         if self.handle is None: display(compare_bundle(comparison), raw=True)
         else: self.handle.update(compare_bundle(comparison), raw=True)
 
-# %% ../../nbs/ui/01c_compared.ipynb #66b54542
+# %% ../../nbs/ui/01c_compared.ipynb #b31697de
 def add_compare_options(
     parser, # an `OptionParser`
 ): # the parser
     "The options of `%%shardcompare` and `shardnb compare`"
     from shardnb.run.compare import STRATEGIES
-    parser.add_argument('--strategies', metavar='A,B', default=','.join(STRATEGIES), help=f"which ones, the first being what losses are compared with; default: {','.join(STRATEGIES)}")
-    parser.add_argument('--steps', metavar='N', default='10', help='optimizer steps of each run, at least 3; default: 10')
-    parser.add_argument('--runs', metavar='ID,ID', help='compare runs that are there already, by their ids, and run nothing')
+    parser.add_argument('--strategies', metavar='A,B', help=f"which ones, the first being what losses are compared with; default: {','.join(STRATEGIES)}")
+    parser.add_argument('--steps', metavar='N', help='optimizer steps of each run, at least 3; default: 10')
+    parser.add_argument('--runs', metavar='ID,ID', help='compare runs that are there already, by their ids, and run nothing: goes with no other option')
     return parser
+
+def _beside_runs(ns, cell):
+    "What was said beside --runs, which has no use for it"
+    from shardnb.ui.options import changes_of
+    given = [f'--{k}' for k in ('strategies', 'steps') if getattr(ns, k) is not None]+[f'--{k.replace("_", "-")}' for k in changes_of(ns)]
+    return given+([ns.recipe] if ns.recipe else [])+(['a cell'] if (cell or '').strip() else [])
+
+_INSTEAD = dict(strategy='--strategies says which ones', max_steps='--steps says how many', save_steps='nothing is saved', output_dir='nothing is saved') # options of a recipe that a comparison decides itself
 
 def comparison_of(
     ns, # parsed options
     cell:str=None, # what every rank runs
     namespace:dict=None, # the notebook's variables
     on_change=None, # see `compare`
-): # a `Comparison`
+): # a `Comparison`; raises `RecipeError` for what would have no effect
     "What the options ask for"
-    from shardnb.run.compare import compare
-    from shardnb.ui.options import recipe_of
-    if ns.runs: return compare([r.strip() for r in ns.runs.split(',') if r.strip()])
-    steps = int(ns.steps) if ns.steps.strip().lstrip('-').isdecimal() else ns.steps
-    return compare(recipe_of(ns, ns.recipe), cell, ns.strategies, steps, namespace=namespace, on_change=on_change)
+    from shardnb.run.compare import STRATEGIES, compare
+    from shardnb.ui.options import changes_of, recipe_of
+    if ns.runs is not None:
+        if said := _beside_runs(ns, cell): raise RecipeError(Problem('--runs', ns.runs, f"compares runs that are there already, as they ran; it doesn't go with {', '.join(said)}"))
+        return compare([r.strip() for r in ns.runs.split(',') if r.strip()])
+    if bad := [Problem('--'+k.replace('_', '-'), v, f'has no effect on a comparison: {_INSTEAD[k]}') for k,v in changes_of(ns).items() if k in _INSTEAD]: raise RecipeError(bad)
+    steps = '10' if ns.steps is None else ns.steps
+    return compare(recipe_of(ns, ns.recipe), cell, STRATEGIES if ns.strategies is None else ns.strategies, int(steps) if steps.strip().lstrip('-').isdecimal() else steps, namespace=namespace, on_change=on_change)

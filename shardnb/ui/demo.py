@@ -38,7 +38,7 @@ def demo(
 )->int: # exit code
     "Train, show, and say what to try next"
     from shardnb.run.demo import demo_pairs
-    from shardnb.run.handle import train
+    from shardnb.run.start import train
     began = time.time(); print(_INTRO.format(rows=len(demo_pairs())), flush=True)
     run = train(recipe or demo_recipe(), sample_prompts=[PROMPT])
     code = follow(run, owns=True)

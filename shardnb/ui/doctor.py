@@ -234,10 +234,10 @@ def check_link()->list: # findings
     said, fix = link_meaning(a['bytes_per_s'], cuda)
     return [Finding('warn' if fix else 'ok', 'link of two ranks', f'{a["bytes_per_s"]/1e9:.3g} GB/s {where}: {said}', fix)]
 
-# %% ../../nbs/ui/05_doctor.ipynb #2694e665
+# %% ../../nbs/ui/05_doctor.ipynb #f9f967d4
 def check_demo()->list: # findings
     "The weights of the demo model"
-    from shardnb.run.models import demo_problems
+    from shardnb.run.builtin import demo_problems
     problems = demo_problems()
     out = [Finding('warn', 'demo model', p.message, 'only the model "demo" needs it') for p in problems]
     return out or [Finding('ok', 'demo model', 'SmolLM2-135M-Instruct is here')]

@@ -43,7 +43,7 @@ def time_text(
     m,s = divmod(round(s), 60)
     return f'{m} m {s:02d} s' if m<60 else f'{m//60} h {m%60:02d} m'
 
-# %% ../../nbs/ui/00_figures.ipynb #18ae56ca
+# %% ../../nbs/ui/00_figures.ipynb #3b088910
 DRAWING = threading.RLock()
 
 @functools.cache
@@ -76,7 +76,7 @@ def small(
     colours:int=128, # a chart has some twenty; the rest is for the edges of letters
 )->bytes: # the same picture in about a third of the bytes, for a notebook that is saved
     "A picture with a palette of its own colours"
-    from PIL import Image   # matplotlib brings it
+    from PIL import Image
     out = io.BytesIO()
     Image.open(io.BytesIO(picture)).convert('RGB').quantize(colours, dither=Image.Dither.NONE).save(out, 'PNG', optimize=True)
     return out.getvalue()
@@ -97,7 +97,7 @@ def _waiting(ax, text):
     ax.grid(False); ax.set_yticks([]); ax.set_xticks([])
     ax.text(.5, .5, text, ha='center', va='center', transform=ax.transAxes, fontsize=8.5, color='#9aa0a8')
 
-# %% ../../nbs/ui/00_figures.ipynb #301e3c2e
+# %% ../../nbs/ui/00_figures.ipynb #e94ea092
 _ON_TOP = ('reserved', 'context')
 
 def _drawn(parts, total):
@@ -122,12 +122,23 @@ def _bars(ax, bars, height, predicted):
         if rest: ax.barh(y, rest, height, left=ends[i], color='none', edgecolor='#9aa0a8', linewidth=.9, linestyle=(0, (3, 2))); ends[i] += rest
     return ends
 
+def _round_bytes(top, most):
+    "(where, what to write there, unit) of at most `most` round ticks from zero"
+    from matplotlib.ticker import MaxNLocator
+    power,unit = (30, 'GiB') if top>=2**30 else (20, 'MiB')
+    ticks = [v for v in MaxNLocator(most, steps=[1, 2, 2.5, 5, 10]).tick_values(0, top/2**power) if 0<=v*2**power<=top]
+    return [v*2**power for v in ticks], [f'{v:g}' for v in ticks], unit
+
+def _upwards(ax, top, size=8):
+    "GiB or MiB on y; the unit stands above, in letters of `size` points"
+    at, words, unit = _round_bytes(top, 5)
+    ax.set_yticks(at, words); ax.set_ylim(0, top)
+    ax.set_ylabel(unit, fontsize=size, color=_SOFT, rotation=0, ha='right', va='bottom'); ax.yaxis.set_label_coords(-.012, 1.01)
+
 def _bytes_axis(ax, right):
     "GiB or MiB on x, with round ticks"
-    from matplotlib.ticker import MaxNLocator
-    power,unit = (30, 'GiB') if right>=2**30 else (20, 'MiB')
-    ticks = [v for v in MaxNLocator(7, steps=[1, 2, 2.5, 5, 10]).tick_values(0, right/2**power) if v*2**power<=right]
-    ax.set_xticks([v*2**power for v in ticks], [f'{v:g}' for v in ticks]); ax.set_xlabel(unit, fontsize=8, color=_SOFT, loc='right')
+    at, words, unit = _round_bytes(right, 7)
+    ax.set_xticks(at, words); ax.set_xlabel(unit, fontsize=8, color=_SOFT, loc='right')
     ax.grid(False, axis='y'); ax.grid(True, axis='x', color=_GRID, linewidth=.8)
 
 def _capacity(ax, capacity, right):
@@ -152,7 +163,7 @@ def _legend(ax, categories, rest, predicted, columns=6, more=()):
     ax.figure.legend(handles=keys, loc='lower center', ncols=min(len(keys), columns), fontsize=7.8, frameon=False,
         handlelength=1.1, handleheight=1.1, columnspacing=1.4, labelcolor=_INK)
 
-# %% ../../nbs/ui/00_figures.ipynb #090329fd
+# %% ../../nbs/ui/00_figures.ipynb #9bf73e69
 VERDICTS = dict(yes=('fits', '#1d7a46'), tight=('tight', '#a8590c'), no=("doesn't fit", '#b3261e'))
 _NARROW, _ROW = 4.8, .37 # inches: the width, and a bar with its words
 _FAR = 3.2 # times the capacity; what is longer is cut off there
@@ -188,7 +199,7 @@ def _limits(ax, rows, right):
     inside = [(y, x) for y,x in seen if x<=right]
     if inside: ax.vlines([x for _,x in inside], [y-.5 for y,_ in inside], [y+.5 for y,_ in inside], color='#c92a2a', linewidth=1.4, zorder=2, label='capacity')
 
-def _stack(rows, title, note, width, predicted, cuda=True):
+def _stack(rows, title, note, width, predicted):
     "A figure of bars with their words above; rows are dicts of label, words, parts, and where they apply colour, bold, shade, worst, limit"
     import textwrap
     from matplotlib.lines import Line2D
@@ -219,7 +230,7 @@ def _stack(rows, title, note, width, predicted, cuda=True):
         if categories: _legend(ax, categories, False, predicted, columns, keys)
     return fig
 
-# %% ../../nbs/ui/00_figures.ipynb #d01c5411
+# %% ../../nbs/ui/00_figures.ipynb #df6dcf98
 def _shown(plan, row):
     "(parts, host bytes that are apart) of a row: without a GPU all of it is host memory"
     b = plan.breakdowns[row['label']]
@@ -230,7 +241,7 @@ def _plan_row(plan, row, chosen):
     "What `_stack` draws for a row of a plan"
     parts, host = _shown(plan, row); used = sum(parts.values()); add = row['worst_bytes']-row['peak_bytes']
     verdict, colour = VERDICTS[row['fits']]
-    if row['fits']=='no' and row['worst_bytes']<=row['limit_bytes'] and host: verdict = 'host full'
+    if row['fits']=='no' and row['worst_bytes']<=row['limit_bytes'] and (host or plan.breakdowns[row['label']].disk_bytes): verdict = "offload won't fit"
     best = row['label']==plan.best_label; limit = row['limit_bytes']
     words = _span_text(used, used+add)+(f' + {size_text(host)} host' if host else '')+(f' of {size_text(limit)}' if limit!=plan.rows[0]['limit_bytes'] else '')
     return dict(label=f'▸ {row["label"]}' if best else row['label'], mark=best, words=f'{words} · {verdict}', colour=colour, bold=best or row['label']==chosen,

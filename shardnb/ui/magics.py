@@ -8,18 +8,17 @@ Docs: https://shardnb.github.io/shardnb/ui/magics.html.md"""
 __all__ = ['ShardMagics', 'on_show', 'start', 'go_on', 'show_runs', 'show_plan', 'show_comparison', 'show_failure',
            'complete_line', 'load_ipython_extension', 'unload_ipython_extension']
 
-# %% ../../nbs/ui/03_magics.ipynb #e554a03b
+# %% ../../nbs/ui/03_magics.ipynb #f63a9380
 from contextlib import contextmanager
+from weakref import ref
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 
-# %% ../../nbs/ui/03_magics.ipynb #a9081e6f
+# %% ../../nbs/ui/03_magics.ipynb #00ffce01
 _ABOUT = dict(shardtrain='Train on every rank of this machine.\nThe cell below (or the recipe alone, for the line magic) runs in processes of its own; the notebook stays free.',
     shardplan='Every strategy side by side for this model and machine: predicted memory, what fits, why, and which one to take.',
     shardcompare='The same work for a few steps under each strategy in turn: what each keeps, sends and takes, and whether the losses are equal.',
     shardruns='The runs of this folder with what can be done to each; behind an id, that run alone.',
     shardpick='Pick model, strategy, batch and tuning in a form. Options fill in the fields to begin with.')
-_EXTRA = dict(shardtrain=('--resume', '--wait', '--help'), shardplan=('--machine', '--exact', '--help'), shardpick=('--machine', '--write', '--help'),
-    shardcompare=('--strategies', '--steps', '--runs', '--help'), shardruns=('--stop', '--resume', '--delete', '--outputs', '--yes', '--help')) # beside the recipe's
 
 def _parser(prog):
     "The parser of a magic, made when first used"
@@ -130,12 +129,21 @@ class ShardMagics(Magics):
         self.shell.set_next_input(words)
         return form
 
-# %% ../../nbs/ui/03_magics.ipynb #ef258503
-_SHOWN = {}   # run id, or id() of a plan -> execution count of the cell that shows it
+# %% ../../nbs/ui/03_magics.ipynb #41e7c9c8
+_SHOWN = [None, []]   # the execution count of a cell, and what is on show there: ids of runs, and plans and comparisons as long as somebody has them
 
 def _count():
     from IPython import get_ipython
     return getattr(get_ipython(), 'execution_count', None)
+
+def _show(thing):
+    "Remember that the cell which runs now shows it"
+    if _SHOWN[0]!=_count(): _SHOWN[:] = _count(), []
+    _SHOWN[1].append(thing if isinstance(thing, str) else ref(thing))
+
+def _shown(thing):
+    "Whether the cell that runs now shows it"
+    return _SHOWN[0]==_count() and any(x==thing if isinstance(thing, str) else isinstance(x, ref) and x() is thing for x in _SHOWN[1])
 
 def on_show(
     run, # a `Run`
@@ -144,7 +152,7 @@ def on_show(
 ): # the same run
     "Show the panel of `run` under this cell, once"
     from shardnb.ui.panel import show_panel
-    _SHOWN[run.id] = _count()
+    _show(run.id)
     show_panel(run, wait=wait, handle=handle)
     return run
 
@@ -155,7 +163,7 @@ def start(
     namespace:dict=None, # the notebook's variables
 ): # a `Run`
     "Launch and show: what `%%shardtrain` does"
-    from shardnb.run.handle import train
+    from shardnb.run.start import train
     with _saying('planning: reading the shapes of the model and checking the recipe …') as note: run = train(recipe, cell=cell, namespace=namespace)
     return on_show(run, wait, note)
 
@@ -165,7 +173,7 @@ def go_on(
 ): # a `Run`
     "Resume and show: what `%shardtrain --resume` does"
     from shardnb.plan.problem import Problem, RecipeError
-    from shardnb.run.handle import attach
+    from shardnb.run.registry import attach
     from shardnb.ui.options import changes_of
     if cell is not None or ns.recipe:
         raise RecipeError(Problem('--resume', ns.resume, f'goes on with the cell and the recipe that the run had; say %shardtrain --resume {ns.resume}, with options for what shall change'))
@@ -177,7 +185,7 @@ def show_runs(
 ): # a `RunTable`, a `Run`, or None for one that was deleted
     "The table, or one run: what `%shardruns` does"
     from shardnb.plan.problem import Problem, RecipeError
-    from shardnb.run.handle import attach
+    from shardnb.run.registry import attach
     does = next((w for w in ('stop', 'resume', 'delete') if getattr(ns, w)), None)
     bad = [Problem(f'--{w}', None, 'goes with --delete') for w in ('outputs', 'yes') if getattr(ns, w) and does!='delete']
     if does and not ns.id: bad.append(Problem(f'--{does}', None, f'needs the id of a run: %shardruns ID --{does}; %shardruns lists them'))
@@ -198,7 +206,7 @@ def show_runs(
 def _saying(words):
     "A display that says what is going on, for whoever looks; None where nobody does. It is emptied when that fails"
     from IPython.display import display
-    from shardnb.ui.panel import front
+    from shardnb.ui.front import front
     note = display({'text/plain':words}, raw=True, display_id=True) if front()=='live' else None
     try: yield note
     except BaseException:
@@ -216,7 +224,7 @@ def show_plan(
         bundle = plan_bundle(plan)
     if note: note.update(bundle, raw=True)
     else: display(bundle, raw=True)
-    _SHOWN[id(plan)] = _count()
+    _show(plan)
     return plan
 
 def show_comparison(
@@ -230,61 +238,46 @@ def show_comparison(
         live = LiveComparison(note)
         found = comparison_of(ns, cell, namespace, live)
     live.end(found)
-    _SHOWN[id(found)] = _count()
+    _show(found)
     return found
 
 def _display_comparison(found):
     "How a `Comparison` as the value of a cell shows itself: nothing where it is on show already"
     from IPython.display import display
     from shardnb.ui.compared import compare_bundle
-    if _SHOWN.get(id(found))!=_count(): display(compare_bundle(found), raw=True)
+    if not _shown(found): display(compare_bundle(found), raw=True)
 
 def _display_plan(plan):
     "How a `Plan` as the value of a cell shows itself: nothing where it is on show already"
     from IPython.display import display
     from shardnb.ui.planned import plan_bundle
-    if _SHOWN.get(id(plan))!=_count(): display(plan_bundle(plan), raw=True)
+    if not _shown(plan): display(plan_bundle(plan), raw=True)
 
 def _display_run(run):
     "How a `Run` as the value of a cell shows itself: its panel, unless that is there already"
-    if _SHOWN.get(run.id)!=_count(): on_show(run)
+    if not _shown(run.id): on_show(run)
 
-# %% ../../nbs/ui/03_magics.ipynb #495942b4
+# %% ../../nbs/ui/03_magics.ipynb #a8063246
 def show_failure(
     failed, # a `RunFailed`
 ):
     "Show a failed run's account above the exception's text: what IPython calls when it comes to it"
     from IPython import get_ipython
     from IPython.display import display
-    if failed.shown or getattr(get_ipython(), 'kernel', None) is None or (failed.run is not None and _SHOWN.get(failed.run.id)==_count()): return
+    if failed.shown or getattr(get_ipython(), 'kernel', None) is None or (failed.run is not None and _shown(failed.run.id)): return
     failed.shown = True   # IPython 9 renders a traceback once more, to store it
     display({'text/html':failed._repr_html_(), 'text/plain':''}, raw=True)
 
-# %% ../../nbs/ui/03_magics.ipynb #f456a9fe
-def _ids(fragment):
-    "Runs to offer, newest first"
-    from shardnb.run.rundir import RunDir
-    return [r.id for r in RunDir.list() if r.id.startswith(fragment)]
-
+# %% ../../nbs/ui/03_magics.ipynb #99ba1816
 def complete_line(
     line:str, # the line of a magic up to the cursor
 )->tuple: # (fragment to replace, list of completions); ('', []) when there is nothing to say
     "What may come next on a line that begins with one of our magics"
     words = line.split(); name = words[0].lstrip('%') if words else ''
-    if not line.lstrip().startswith('%') or name not in _EXTRA or (len(words)==1 and not line.endswith(' ')): return '', []
-    from shardnb.plan.recipe import Recipe
-    from shardnb.ui.options import SHORT, choices_of, machine_names, option_names
-    fragment = '' if line.endswith(' ') else words[-1]
-    before = words[-1] if line.endswith(' ') else words[-2]
-    if fragment.startswith('--') and '=' in fragment: before, fragment = fragment.split('=', 1)
-    field = {v:k for k,v in SHORT.items()}.get(before, before[2:].replace('-', '_') if before.startswith('--') else '')
-    if field=='machine' and '--machine' in _EXTRA[name]: return fragment, machine_names(fragment)
-    if field=='resume' and name=='shardtrain': return fragment, _ids(fragment)
-    if name=='shardruns': return fragment, [x for x in ([] if fragment.startswith('-') or len(words)>1+bool(fragment) else _ids(fragment))+list(_EXTRA[name]) if x.startswith(fragment)]
-    if field in Recipe.model_fields and not fragment.startswith('-'):
-        offered = choices_of(field)
-        return fragment, [c for c in offered if c.startswith(fragment)]
-    return fragment, [o for o in [*option_names(), *_EXTRA[name]] if o.startswith(fragment.replace('_', '-'))] if not fragment or fragment.startswith('-') else []
+    if not line.lstrip().startswith('%') or name not in _ABOUT or (len(words)==1 and not line.endswith(' ')): return '', []
+    from shardnb.ui.options import complete_words
+    fragment = '' if line.endswith(' ') else words.pop()
+    return complete_words(_parser(words[0]), words[1:], fragment)
 
 # %% ../../nbs/ui/03_magics.ipynb #fa727d4c
 def _matcher(context):

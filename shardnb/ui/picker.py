@@ -8,7 +8,7 @@ Docs: https://shardnb.github.io/shardnb/ui/picker.html.md"""
 __all__ = ['FIELDS', 'OFFER', 'MACHINES', 'forecast', 'neighbours', 'plan_picture', 'problems_html', 'equal_line_html',
            'field_widget', 'Picker', 'settings_text', 'pick', 'written']
 
-# %% ../../nbs/ui/02_picker.ipynb #3ab5c8c9
+# %% ../../nbs/ui/02_picker.ipynb #7c4631ec
 import base64, json, threading, time
 from ..plan.problem import RecipeError, ShardnbError
 from ..plan.recipe import Recipe
@@ -17,11 +17,12 @@ from ..plan.ways import OFFERED
 from .bars import plan_bars_html, strategy_bar_html
 from .figures import plan_figure, png, small
 from .options import choices_of
-from ..run.handle import ENDED
 from ..run.launch import warm_up
-from .outlet import Outlet, close_all, take_cell
-from .panel import _BOX, _CARD, _CODE, _SOFT, _cell_key, _div, _e, front
-from .planned import _SHARP, advice_html, image_html, machine_of, plan_table_html, work_out_exactly
+from ..run.rundir import RunNotFound
+from .card import _BOX, _CARD, _CODE, _SOFT, _div, _e, _on_page, image_html
+from .front import _cell_key, behind, close_all, foldable, front, leave_cell, take_cell
+from .outlet import Outlet
+from .planned import _SHARP, advice_html, machine_of, plan_table_html, work_out_exactly
 
 # %% ../../nbs/ui/02_picker.ipynb #4c219b6c
 FIELDS = {'Model':('model', 'tuning', 'lora_r', 'learning_rate', 'max_steps'),
@@ -84,9 +85,7 @@ def equal_line_html(
     return _div(_CARD+'padding:4px 0', _div(_SOFT, 'the same as a line, to copy; <code>%shardpick --write</code> puts it into a cell of its own:'),
         f'<pre style="{_CODE}user-select:all;font-size:12px;border:1px solid #e6e8ec;border-radius:6px;white-space:pre-wrap">{_e(recipe.magic_line())}</pre>')
 
-# %% ../../nbs/ui/02_picker.ipynb #809a890b
-def _on_page(style, *inner): return _div(f'{_CARD}background:none;color:var(--jp-ui-font-color1,#22252b);{style}', *inner)
-
+# %% ../../nbs/ui/02_picker.ipynb #713d3382
 def field_widget(
     name:str, # a field of `Recipe`
     value, # what the recipe says; None means 'work it out'
@@ -100,7 +99,7 @@ def field_widget(
     if choices: return W.Dropdown(value=text, options=([] if f.default is not None else [('worked out', '')])+[(c, c) for c in choices], **look)
     return W.Text(value=text, placeholder='worked out' if f.default is None else str(f.default), continuous_update=False, **look)
 
-# %% ../../nbs/ui/02_picker.ipynb #498c18d0
+# %% ../../nbs/ui/02_picker.ipynb #8d8fe301
 _PAUSE, _SETTLED = .02, .25 # seconds without a change: before the planner is asked, and before it is asked for what nobody looks at first
 _HERE = 'this machine'
 
@@ -115,8 +114,8 @@ class Picker:
         import ipywidgets as W
         self.base = recipe or Recipe(model='demo', dataset='demo', strategy='zero3')
         self.recipe, self.run, self.error, self.cell = self.base, None, None, None
-        self.plan, self.ask, self.pause, self.outlet = None, ask or (lambda r,m: forecast(r, m, True)), pause, Outlet()
-        self._asked, self._seen, self._lock, self._turn = 0, {}, threading.RLock(), threading.Lock()
+        self.plan, self.ask, self.pause, self.outlet = None, ask or (lambda r,m: forecast(r, m, True)), pause, Outlet(self._follow)
+        self._asked, self._seen, self._lock, self._turn, self._starts, self._works, self._closed = 0, {}, threading.RLock(), threading.Lock(), threading.Lock(), threading.Lock(), threading.Event()
         self.fields = {n:field_widget(n, getattr(self.base, n)) for group in FIELDS.values() for n in group}
         self.machines = self._machines(machine)
         self.machine = W.Dropdown(description='machine', options=list(self.machines), layout=W.Layout(width='300px'), style=dict(description_width='96px'),
@@ -128,32 +127,23 @@ class Picker:
         wide = lambda **kw: W.HTML(layout=W.Layout(width='auto', max_width='640px', **kw))
         self.problems, self.line, self.advice, self.state, self.note = wide(), wide(), wide(), wide(min_height='24px'), W.HTML()
         self.now, self.bars, self.table, self.settings = wide(), wide(), W.HTML(), W.HTML()
-        self.folds = [self._foldable(title, w) for title,w in {'All ways in numbers':self.table, 'Effective settings':self.settings}.items()]
+        self.folds = [foldable(title, w) for title,w in {'All ways in numbers':self.table, 'Effective settings':self.settings}.items()]
         self.fold = W.VBox([W.HBox(self.folds, layout=W.Layout(flex_flow='row wrap')), self.table, self.settings], layout=W.Layout(max_width='960px'))
         self.launch = W.Button(description='Launch', icon='play', button_style='primary', tooltip='Start the run; its panel appears below')
-        self.launch.on_click(lambda _: threading.Thread(target=self._launch, daemon=True).start())
+        self.launch.on_click(lambda _: self._launch())
         self.exact = W.Button(description='Work out exactly', icon='calculator', disabled=True, layout=W.Layout(width='160px'),
             tooltip="Run the engine's own code for this strategy on tensors without memory; takes up to a minute")
-        self.exact.on_click(lambda _: threading.Thread(target=self._exactly, daemon=True).start())
+        self.exact.on_click(lambda _: behind(self._exactly, self._wrong, self._works))
         self.progress, self.exactly = W.IntProgress(min=0, max=1, layout=W.Layout(width='280px', display='none'), style=dict(description_width='150px')), wide()
         self.widget = W.VBox([self.form, self.state, self.problems, self.now, self.advice, self.bars, self.exactly, self.line, W.HBox([self.launch, self.exact, self.progress, self.note]), self.fold, self.outlet.box])
         for w in (*self.fields.values(), self.machine): w.observe(lambda _: self.read(), 'value')
-
-    def _foldable(self, title, body):
-        "A button that shows and hides `body`: the titles of an Accordion can't be reached by keyboard"
-        import ipywidgets as W
-        body.layout.display = 'none'
-        b = W.ToggleButton(description=title, icon='caret-right', layout=W.Layout(width='auto'), tooltip=f'Show or hide: {title.lower()}')
-        def turn(change): b.icon, body.layout.display = ('caret-down', None) if change.new else ('caret-right', 'none')
-        b.observe(turn, 'value')
-        return b
 
     def _machines(self, machine):
         "Name -> what `machine_of` takes; the machine that was given stands behind this one"
         given = {} if machine is None else {m.name:m for m in [machine_of(machine)]}
         return {_HERE:None}|given|{n:n for n in MACHINES}
 
-# %% ../../nbs/ui/02_picker.ipynb #cefd7811
+# %% ../../nbs/ui/02_picker.ipynb #4cda1b9c
 def _words(self:Picker):
     "What the form says, as changes of the recipe that it began with; what is a default and always was is left out"
     out = {}
@@ -255,13 +245,18 @@ def _worked_out(self:Picker, full):
         value = getattr(full, n)
         if hasattr(w, 'placeholder') and not w.value and Recipe.model_fields[n].default is None and value is not None: w.placeholder = f'{value} (worked out)'   # a change of it would undo what is being typed there
 
+def _lives(self:Picker):
+    "Whether a run of this form is under way; one that was deleted is none"
+    try: return bool(self.run and not self.run.ended)
+    except RunNotFound: self.run = None; return False
+
 def _ready(self:Picker):
     "Launch is open when nothing is wrong, the plan is of this machine, and no run of this form is under way"
-    away = self.machine.value!=_HERE
-    self.launch.disabled = self.error is not None or away or bool(self.run and self.run.state not in ENDED)
-    self.note.value = _on_page('', '&nbsp;a run starts on this machine: choose it to launch') if away else ''
+    away, starts = self.machine.value!=_HERE, self._starts.locked()
+    self.launch.disabled = self.error is not None or away or starts or self._lives()
+    self.note.value = _on_page('', '&nbsp;launching …' if starts else '&nbsp;a run starts on this machine: choose it to launch') if away or starts else ''
 Picker._exactly = _exactly
-Picker.read, Picker._ask, Picker._settled, Picker._ready, Picker._worked_out, Picker._known, Picker._chosen = _read, _ask, _settled, _ready, _worked_out, _known, _chosen
+Picker.read, Picker._ask, Picker._settled, Picker._lives, Picker._ready, Picker._worked_out, Picker._known, Picker._chosen = _read, _ask, _settled, _lives, _ready, _worked_out, _known, _chosen
 
 def settings_text(
     plan:dict, # from `plan_run`
@@ -270,20 +265,26 @@ def settings_text(
     notes = ''.join(f'<div>ℹ {_e(n)}</div>' for n in plan['notes'])
     return _div(_CARD+'padding:6px 14px', notes, f'<pre style="{_CODE}">{_e(json.dumps(plan["settings"], indent=1, default=str))}</pre>')
 
-# %% ../../nbs/ui/02_picker.ipynb #99056503
+# %% ../../nbs/ui/02_picker.ipynb #dc694115
 def _launch(self:Picker):
-    "Start the run that the form describes and show its panel below"
-    from shardnb.run.handle import train
-    self.launch.disabled = True; self.note.value = _on_page('', '&nbsp;launching …')
-    try: self.run = train(self.recipe)
-    except ShardnbError as e: self.problems.value = problems_html(e)
-    except Exception as e: self.problems.value = problems_html(ShardnbError(f'{type(e).__name__}: {e}'))
-    else: self.outlet.open(self.run, ended=self._ended)
-    self.note.value = ''; self._ready()
+    "Start the run that the form describes and show its panel below; a second press meanwhile does nothing"
+    behind(self._start, self._wrong, self._starts, self._ready)
 
-def _ended(self:Picker):
-    "The run is over: another may be launched"
+def _start(self:Picker):
+    from shardnb.run.start import train
     self._ready()
+    if not self._lives(): self.run = train(self.recipe); self.outlet.open(self.run)
+
+def _wrong(self:Picker, error): self.problems.value = problems_html(error)
+
+def _follow(self:Picker, run):
+    "Launch is closed until this run has ended, whoever shows it"
+    self.run = run; self._ready()
+    def wait():
+        while self.run is run and self._lives():
+            if self._closed.wait(.5): return
+        self._ready()
+    behind(wait, self._wrong)
 
 def _bundle(self:Picker):
     "What stays where widgets don't: the advice, a picture, the table and the line"
@@ -295,20 +296,20 @@ def _bundle(self:Picker):
 def _display(self:Picker):
     "Show the form (or, with nobody to use it, what it says) and below it room for the run"
     from IPython.display import display
-    live, old = front()=='live', take_cell(self)
+    live = front()=='live'; old = next((x for x in take_cell(self) if isinstance(x, Picker)), None)
     Picker.newest, self.cell = self, _cell_key()
     self.read(background=live)
     display((dict(self.widget._repr_mimebundle_()) if live else {})|_bundle(self), raw=True)
     if not live: return
     self.outlet.show()
-    if isinstance(old, Picker) and old.run and not old.run.ended: self.run = old.run; self._ready(); self.outlet.open(self.run, ended=self._ended)
+    if old and old._lives(): self.outlet.open(old.run)
 
 def _close(self:Picker):
     "Close the form; a run that it launched goes on"
     with self._lock: self._asked += 1
-    self.outlet.close(); close_all(self.widget)
+    self._closed.set(); leave_cell(self); self.outlet.close(); close_all(self.widget)
 Picker.newest = None   # the form that was shown last in this kernel
-Picker._launch, Picker._ended, Picker._ipython_display_, Picker.close = _launch, _ended, _display, _close
+Picker._launch, Picker._start, Picker._wrong, Picker._follow, Picker._ipython_display_, Picker.close = _launch, _start, _wrong, _follow, _display, _close
 
 # %% ../../nbs/ui/02_picker.ipynb #e8f3ab11
 def pick(

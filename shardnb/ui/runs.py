@@ -7,16 +7,18 @@ Docs: https://shardnb.github.io/shardnb/ui/runs.html.md"""
 # %% auto #0
 __all__ = ['age_text', 'row_cells', 'runs_html', 'RunTable', 'delete']
 
-# %% ../../nbs/ui/01d_runs.ipynb #83fd9695
+# %% ../../nbs/ui/01d_runs.ipynb #6b76901f
 import threading, time
 from ..plan.place import near
 from ..plan.problem import Problem, RecipeError, ShardnbError
 from ..run.checkpoint import files_of
-from ..run.handle import ENDED, Run, run_row, runs, saved_outside, undeletable
+from ..run.handle import ENDED, Run
+from ..run.registry import run_row, runs, saved_outside, undeletable
 from ..run.rundir import RunDir, RunNotFound
+from .card import _BOX, _CARD, _CELL, _COLOURS, _SOFT, _TABLE, _div, _e, _on_page, _said, _span
 from .figures import size_text
-from .outlet import Outlet, close_all, take_cell
-from .panel import _BOX, _CARD, _CELL, _COLOURS, _SOFT, _TABLE, _div, _e, _span, front
+from .front import behind, close_all, front, leave_cell, take_cell, tried
+from .outlet import Outlet
 from .picker import problems_html
 
 # %% ../../nbs/ui/01d_runs.ipynb #c2b3f85a
@@ -55,7 +57,7 @@ def runs_html(
     return _div(_CARD+'overflow-x:auto', f'<table style="{_TABLE}"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>',
         _div(_SOFT+'padding:3px 0', less, 'One of them again: <code>shardnb.attach(id).panel()</code>'))
 
-# %% ../../nbs/ui/01d_runs.ipynb #7311159b
+# %% ../../nbs/ui/01d_runs.ipynb #e005fbc6
 _ROWS = 10
 _LIVE = dict(id='run', state='state', strategy='strategy', model='model', step='step', loss='last loss', peak_bytes='peak', age_s='age')   # the rest is in the panel
 _GRID = 'display:grid;grid-template-columns:184px 72px minmax(64px,1.2fr) minmax(54px,1fr) 52px 60px 72px 48px;column-gap:6px;align-items:center;font-size:12px;'
@@ -63,7 +65,7 @@ _WIDTHS = dict(show='62px', stop='60px', resume='78px', delete='70px')
 
 def _cells_html(style, cells):
     "Cells in the columns of the table"
-    return _div(f'{_CARD}background:none;color:var(--jp-ui-font-color1,#22252b);max-width:none;{_GRID}{style}', *(f'<span style="overflow:hidden;text-overflow:ellipsis;white-space:nowrap" title="{_e(title)}">{x}</span>' for x,title in cells))
+    return _on_page(f'max-width:none;{_GRID}{style}', *(f'<span style="overflow:hidden;text-overflow:ellipsis;white-space:nowrap" title="{_e(title)}">{x}</span>' for x,title in cells))
 
 _DOES = dict(show='Show its panel below, or what it has left', stop='Finish this step on every rank, save, and end', resume='Go on from its newest complete checkpoint, as a new run', delete='Remove the run with its checkpoints; asks first')
 
@@ -84,10 +86,10 @@ class _Line:
         value = _cells_html('', [(short(k, cells[k]), cells[k]) for k in _LIVE])
         if self.text.value!=value: self.text.value = value
         ended, stopping = row['state'] in ENDED, row['state']=='stopping'
-        b = self.buttons['stop']; b.description, b.button_style = ('Kill', 'danger') if stopping else ('Stop', '')
+        b = self.buttons['stop']; b.description, b.button_style = ('Kill', 'danger') if stopping else ('Stop', '')   # pressed twice, Stop asks whether to kill
         b.disabled = ended
         for n in ('resume', 'delete'): self.buttons[n].disabled = not ended
-        for n,b in self.buttons.items(): b.tooltip = f'{self.id}: '+('end it by force; nothing is saved' if n=='stop' and stopping else _DOES[n])
+        for n,b in self.buttons.items(): b.tooltip = f'{self.id}: '+('end it by force; asks first' if n=='stop' and stopping else _DOES[n])
 
 class RunTable:
     "The runs of a folder with their buttons; `.table` is the DataFrame"
@@ -96,8 +98,8 @@ class RunTable:
         every:float=1., # seconds between two looks
     ):
         self.home, self.every, self.at, self.total = home, every, 0, 0
-        self._opened, self._ended, self._lines, self._asked, self.widget = {}, {}, {}, None, None
-        self._end, self._lock = threading.Event(), threading.RLock()
+        self._opened, self._ended, self._lines, self._asked, self.widget, self.handle = {}, {}, {}, None, None, None   # _asked: (what, id)
+        self._end, self._lock, self._busy = threading.Event(), threading.RLock(), threading.Lock()
 
     table = property(lambda self: runs(self.home), doc='All runs')
 
@@ -124,7 +126,7 @@ class RunTable:
     def _widths(self, rows): return {k:max(len(c[k]) for c in [_HEAD, *map(row_cells, rows)]) for k in _HEAD}
     def _bundle(self): return {'text/html':runs_html(self.rows(), self.total), 'text/plain':repr(self)}
 
-# %% ../../nbs/ui/01d_runs.ipynb #3b43b3a0
+# %% ../../nbs/ui/01d_runs.ipynb #b4a2cd05
 def _build(self:RunTable):
     "Make the widgets"
     import ipywidgets as W
@@ -132,85 +134,93 @@ def _build(self:RunTable):
     self.empty = W.HTML(runs_html([]))
     self.list, self.said, self.outlet = W.VBox(layout=W.Layout(width='100%')), W.HTML(), Outlet()
     self.newer, self.older, self.where = W.Button(description='Newer', icon='arrow-up', layout=W.Layout(width='84px'), tooltip='Newer runs'), W.Button(description='Older', icon='arrow-down', layout=W.Layout(width='84px'), tooltip='Older runs'), W.HTML()
-    self.newer.on_click(lambda _: self._leaf(-_ROWS)); self.older.on_click(lambda _: self._leaf(_ROWS))
-    self.question = W.HTML(); self.yes = W.Button(description='Delete it', button_style='danger', layout=W.Layout(width='100px')); self.no = W.Button(description='Keep it', layout=W.Layout(width='100px'))
+    self.newer.on_click(lambda _: tried(lambda: self._leaf(-_ROWS), self._wrong)); self.older.on_click(lambda _: tried(lambda: self._leaf(_ROWS), self._wrong))
+    self.question = W.HTML(); self.yes, self.no = W.Button(button_style='danger', layout=W.Layout(width='100px')), W.Button(layout=W.Layout(width='100px'))
     self.outputs = W.Checkbox(value=False, indent=False, layout=W.Layout(width='auto'))
-    self.yes.on_click(lambda _: self._background(self._delete)); self.no.on_click(lambda _: self._ask(None))
+    self.yes.on_click(lambda _: self._answer()); self.no.on_click(lambda _: tried(self._ask, self._wrong))
     self.ask = W.HBox([self.question, self.yes, self.no, self.outputs], layout=W.Layout(align_items='center', width='100%', flex_flow='row wrap'))
     over = W.HBox([self.head, W.HTML(layout=W.Layout(flex='0 0 auto', width='286px', height='0'))], layout=W.Layout(width='100%', flex_flow='row wrap'))
     self.leaf = W.HBox([self.newer, self.older, self.where], layout=W.Layout(align_items='center'))
-    self.widget = W.VBox([over, self.list, self.leaf, self.said, self.outlet.box], layout=W.Layout(max_width='1160px'))
+    self._end, self.widget = threading.Event(), W.VBox([over, self.list, self.leaf, self.said, self.outlet.box], layout=W.Layout(max_width='1160px'))
     return self
 
 def _refresh(self:RunTable):
     "Look at the runs of this page once, and show what is new"
     with self._lock:
+        if self.widget is None: return   # closed meanwhile
         rows = self.rows(self.at, _ROWS)
         if not rows and self.at: self.at = max(0, (self.total-1)//_ROWS*_ROWS); rows = self.rows(self.at, _ROWS)
-        there = {r['id'] for r in rows}
+        there = {r['id']:r['state'] for r in rows}
         free = [self._lines.pop(i) for i in [*self._lines] if i not in there]
         for r in rows:
             if r['id'] not in self._lines: self._lines[r['id']] = free.pop() if free else _Line(self._act)
             self._lines[r['id']].say(r)
         for line in free: close_all(line.box)
-        if self._asked not in there: self._asked = None
-        shown = [w for r in rows for w in ([self._lines[r['id']].box]+[self.ask]*(r['id']==self._asked))]
+        what, asked = self._asked or (None, None)
+        if asked not in there or (what=='kill' and there[asked] in ENDED): self._asked = asked = None
+        shown = [w for r in rows for w in ([self._lines[r['id']].box]+[self.ask]*(r['id']==asked))]
         if list(self.list.children)!=(shown or [self.empty]): self.list.children = shown or [self.empty]
         self.newer.disabled, self.older.disabled = self.at==0, self.at+_ROWS>=self.total
         self.leaf.layout.display = None if self.total>_ROWS else 'none'
         self.where.value = _said(f'{self.at+1} to {self.at+len(rows)} of {self.total:,} runs' if rows else '')
 
-def _said(text): return _div(f'{_CARD}background:none;color:var(--jp-ui-font-color1,#22252b);font-size:12px;padding:0 8px', _e(text))
-
 def _leaf(self:RunTable, by):
     "Another page"
     self.at = max(0, min(self.at+by, max(0, self.total-1)//_ROWS*_ROWS)); self._refresh()
 
+def _wrong(self:RunTable, error): self.said.value = problems_html(error)
+
 def _act(self:RunTable, what, id):
     "A button of a row was pressed"
     self.said.value = ''
-    if what=='delete': return self._ask(id)
-    if what!='stop': return self._background(lambda: self._show(id, what))
+    if what=='show': behind(lambda: self._show(id, what), self._wrong)
+    elif what=='resume': behind(lambda: self._show(id, what), self._wrong, self._busy)
+    else: tried(lambda: self._ask('delete', id) if what=='delete' else self._stop(id), self._wrong)
+
+def _stop(self:RunTable, id):
+    "Ask the run to stop, or, when it was asked already, the person whether it shall be killed"
     run = Run(RunDir.find(id, self.home))
-    run.kill() if run.state=='stopping' else run.stop()
-    self._refresh()
+    if run.state=='stopping': return self._ask('kill', id)
+    run.stop(); self._refresh()
 
 def _show(self:RunTable, id, what):
     "Show a run, or the one that goes on from it"
     run = Run(RunDir.find(id, self.home))
-    if what=='resume':
-        self.said.value = _said(f'{id}: looking for its newest complete checkpoint …')
-        run = run.resume(); self.said.value = ''
-    self._refresh(); self.outlet.open(run)
+    self.said.value = _said(f'{id}: '+('looking for its newest complete checkpoint …' if what=='resume' else 'drawing …'))
+    if what=='resume': run = run.resume()
+    self._refresh(); self.outlet.open(run); self.said.value = ''
 
-def _background(self:RunTable, work):
-    "Do what takes longer in a thread; what is wrong is said below the table"
-    def body():
-        try: work()
-        except Exception as e: self.said.value = problems_html(e if isinstance(e, ShardnbError) else ShardnbError(f'{type(e).__name__}: {e}'))
-    threading.Thread(target=body, daemon=True).start()
-
-def _ask(self:RunTable, id):
-    "Ask whether a run shall go, below its row; None: take the question away"
-    if id:
-        run = Run(RunDir.find(id, self.home))
-        if why := undeletable(run): self.said.value = problems_html(ShardnbError(why)); return
-        outside = saved_outside(run)
-        self.question.value = _div(f'{_BOX}border-color:#b3261e;padding:3px 10px', f'Delete <b>{_e(id)}</b> for good? {size_text(sum(files_of(run.dir).values()))} in {_e(near(run.dir))}')
+def _ask(self:RunTable, what=None, id=None):
+    "Ask whether a run shall be deleted or killed, below its row; None: take the question away"
+    if what:
+        run = Run(RunDir.find(id, self.home)); outside = []
+        if what=='delete':
+            if why := undeletable(run): return self._wrong(ShardnbError(why))
+            outside = saved_outside(run)
+        words = f'Delete <b>{_e(id)}</b> for good? {size_text(sum(files_of(run.dir).values()))} in {_e(near(run.dir))}' if what=='delete' else f'End <b>{_e(id)}</b> by force? Nothing is saved after its last checkpoint'
+        self.question.value = _div(f'{_BOX}border-color:#b3261e;padding:3px 10px', words)
+        self.yes.description, self.no.description = ('Delete it', 'Keep it') if what=='delete' else ('Kill it', 'Let it stop')
         self.outputs.value, self.outputs.layout.display = False, None if outside else 'none'
         self.outputs.description = f'also {len(outside)} checkpoint{"s" if len(outside)!=1 else ""} in {near(outside[0].path.parent)}' if outside else ''
-    self._asked = id; self._refresh()
+    self._asked = (what, id) if what else None; self._refresh()
 
-def _delete(self:RunTable):
+def _answer(self:RunTable):
     "The question was answered with yes"
-    id, self._asked = self._asked, None
-    if id is None: return
+    asked, self._asked = self._asked, None
+    if asked: behind(lambda: self._do(*asked), self._wrong)
+
+def _do(self:RunTable, what, id):
+    "Delete or kill a run"
     run = Run(RunDir.find(id, self.home))
-    if self.outlet.showing==id: self.outlet.clear()
-    run.delete(outputs=self.outputs.value)
-    self.said.value = _said(f'{id} is deleted.'); self._refresh()
+    if what=='kill':
+        self._refresh(); self.said.value = _said(f'{id}: ending it by force …')
+        run.kill(); self.said.value = ''
+    else:
+        if self.outlet.showing==id: self.outlet.clear()
+        run.delete(outputs=self.outputs.value); self.said.value = _said(f'{id} is deleted.')
+    self._refresh()
 RunTable.build, RunTable.refresh = _build, _refresh
-RunTable._refresh, RunTable._leaf, RunTable._act, RunTable._show, RunTable._background, RunTable._ask, RunTable._delete = _refresh, _leaf, _act, _show, _background, _ask, _delete
+RunTable._refresh, RunTable._leaf, RunTable._wrong, RunTable._act, RunTable._stop, RunTable._show, RunTable._ask, RunTable._answer, RunTable._do = _refresh, _leaf, _wrong, _act, _stop, _show, _ask, _answer, _do
 
 # %% ../../nbs/ui/01d_runs.ipynb #104e539e
 def delete(
@@ -231,27 +241,29 @@ def delete(
     gone = [p for r in found for p in r.delete(outputs)]
     print('deleted'); return gone
 
-# %% ../../nbs/ui/01d_runs.ipynb #d857b286
-def _watch(self:RunTable):
+# %% ../../nbs/ui/01d_runs.ipynb #4f95766f
+def _watch(self:RunTable, end):
     "Body of the thread"
     try:
-        while not self._end.wait(self.every): self._refresh()
+        while not end.wait(self.every): self._refresh()
     except Exception as e:
-        if not self._end.is_set(): self.said.value = problems_html(ShardnbError(f'this table has stopped ({type(e).__name__}: {e}); %shardruns makes a new one'))
+        if not end.is_set(): self._wrong(ShardnbError(f'this table has stopped ({type(e).__name__}: {e}); %shardruns makes a new one'))
 
 def _close(self:RunTable):
     "End the thread and close the widgets"
-    self._end.set()
-    if self.widget is None: return
+    self._end.set(); leave_cell(self)
     with self._lock:
-        self.outlet.clear(); close_all(self.widget, self.ask, self.empty, *(line.box for line in self._lines.values())); self._lines = {}
+        if self.widget is None: return
+        self.outlet.close(); close_all(self.widget, self.ask, self.empty, *(line.box for line in self._lines.values()))
+        self._lines, self._asked, self.widget = {}, None, None
 
 def _display(self:RunTable):
     "The table with its buttons for a person at a notebook, else as it is now"
     from IPython.display import display
     if front()!='live': return display(self._bundle(), raw=True)
-    take_cell(self); self.build().refresh()
-    display(dict(self.widget._repr_mimebundle_())|self._bundle(), raw=True)
+    if self.widget is not None and self.handle: self.handle.update(self._bundle(), raw=True)
+    self.close(); take_cell(self); self.build().refresh()
+    self.handle = display(dict(self.widget._repr_mimebundle_())|self._bundle(), raw=True, display_id=True)
     self.outlet.show()
-    threading.Thread(target=self._watch, daemon=True, name='shardnb runs').start()
+    threading.Thread(target=self._watch, args=(self._end,), daemon=True, name='shardnb runs').start()
 RunTable._watch, RunTable.close, RunTable._ipython_display_ = _watch, _close, _display

@@ -7,8 +7,8 @@ Docs: https://shardnb.github.io/shardnb/ui/timeline.html.md"""
 # %% auto #0
 __all__ = ['phases', 'peak_words', 'timeline_figure']
 
-# %% ../../nbs/ui/01b_timeline.ipynb #8fddced4
-from .figures import DRAWING, MEANING, PALETTE, SPLIT, _INK, _SOFT, _tidy, _waiting, new_figure, size_text
+# %% ../../nbs/ui/01b_timeline.ipynb #55aca69b
+from .figures import DRAWING, MEANING, PALETTE, SPLIT, _INK, _SOFT, _tidy, _upwards, _waiting, new_figure, size_text
 
 # %% ../../nbs/ui/01b_timeline.ipynb #84d2c336
 def phases(
@@ -33,7 +33,7 @@ def peak_words(
     out = f'peak {size_text(top.total)}'+(f' ({inside[-1]})' if inside else '')
     return out+(f', predicted {size_text(predicted.peak)}: {100*(predicted.peak/top.total-1):+.1f} %' if predicted else '')
 
-# %% ../../nbs/ui/01b_timeline.ipynb #1edff47c
+# %% ../../nbs/ui/01b_timeline.ipynb #8d54ad88
 _STRIP = dict(forward=SPLIT['forward'], backward=SPLIT['backward'], optimizer=SPLIT['optimizer'])
 _CHAR = .068 # inches that a letter of a phase's name takes
 
@@ -69,11 +69,7 @@ def _strip(ax, found, names):
 def _axes_of_bytes(ax, top, span):
     "Bytes upwards, seconds to the right, round ticks"
     from matplotlib.ticker import MaxNLocator
-    power,unit = (30, 'GiB') if top>=2**30 else (20, 'MiB')
-    ticks = [v for v in MaxNLocator(5, steps=[1, 2, 2.5, 5, 10]).tick_values(0, top/2**power) if 0<=v*2**power<=top]
-    ax.set_yticks([v*2**power for v in ticks], [f'{v:g}' for v in ticks]); ax.set_ylim(0, top)
-    ax.set_ylabel(unit, fontsize=8.4, color=_SOFT, rotation=0, ha='right', va='bottom'); ax.yaxis.set_label_coords(-.012, 1.03)
-    ms = span<1
+    _upwards(ax, top, 8.4); ms = span<1
     ax.xaxis.set_major_locator(MaxNLocator(5)); ax.xaxis.set_major_formatter(lambda v,_: f'{v*1000:.0f}' if ms else f'{v:g}')
     ax.set_xlabel('milliseconds of the step' if ms else 'seconds of the step', fontsize=8.4, color=_SOFT, loc='right', labelpad=1)
     ax.tick_params(labelsize=8.4)

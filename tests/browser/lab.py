@@ -3,13 +3,14 @@ import os
 import re
 import secrets
 import shutil
-import socket
 import subprocess
 import sys
 import time
 import urllib.error
 import urllib.request
 from pathlib import Path
+
+from ranks import free_port
 
 from shardnb.run.handle import Run
 from shardnb.run.rundir import RunDir
@@ -25,12 +26,6 @@ SETTINGS = {"@jupyterlab/apputils-extension/notification": '{"fetchNews": "false
 def chromium():
     "The system's Chromium; playwright downloads none here"
     return next((p for p in map(shutil.which, ("chromium", "chromium-browser", "google-chrome")) if p), None)
-
-
-def free_port():
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 class Lab:

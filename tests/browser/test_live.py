@@ -13,9 +13,9 @@ from test_lab import field, run_cell, state, until
 
 pytestmark = pytest.mark.browser
 TINY = "--model tiny --dataset demo --nproc 2 --micro-batch 1 --grad-accum 1"
-LOAD, PICK, WRITE, RUNS, ATTACH, EXPLORE, COMPARE = range(7)
+LOAD, PICK, WRITE, RUNS, ATTACH, EXPLORE, COMPARE, TRAIN = range(8)
 CELLS = ["%load_ext shardnb\nimport shardnb", f"%shardpick {TINY} --strategy zero3 --max-length 64 --max-steps 100000", "%shardpick --write", "%shardruns",
-         "shardnb.attach(shardnb.runs().id[0]).panel()", "shardnb.MemoryExplorer(size='1.1B')", f"%%shardcompare {TINY} --max-length 64 --steps 3\npass"]
+         "shardnb.attach(shardnb.runs().id[0]).panel()", "shardnb.MemoryExplorer(size='1.1B')", f"%%shardcompare {TINY} --max-length 64 --steps 3\npass", f"%shardtrain {TINY} --strategy zero3 --max-length 64 --max-steps 100000"]
 
 # Notes the frame in which the text of the bars below `root` is another one: of the first bar, and of the others
 WATCH = """root => {
@@ -120,7 +120,7 @@ def test_a_run_outlives_reload_and_restart(page, lab):
         at = page.page.evaluate("window.steps")
         gaps = [b - a for a, b in zip(at, at[1:])]
         print(f"\npanel, ms between two changes of the step: {[round(g) for g in gaps]}")
-        if quick := len(gaps) > 2 and statistics.median(gaps) < 1200: break   # a look each second at most, and what the drawing takes
+        if quick := len(gaps) > 2 and statistics.median(gaps) < 1000: break
     out.locator("button", has_text="Stop").scroll_into_view_if_needed()
     page.shot("live-2-panel")
     assert quick
@@ -193,9 +193,84 @@ def test_the_line_is_written_and_sliders_move(page):
     first = picture()
     out.locator("[role=slider], .noUi-handle").first.focus()
     page.page.keyboard.press("ArrowRight")
-    until(lambda: picture() != first, 20)
+    until(lambda: picture() != first, 60)   # a model that was not traced before
     out.scroll_into_view_if_needed()
     page.shot("live-8-explorer")
+
+
+def moves(out): return state(out) == "running" and re.search(r"\b[1-9]\d* / 100000", out.inner_text())
+
+
+def button(out, name): return out.locator("button:visible", has_text=re.compile(f"^{name}$"))
+
+
+@pytest.mark.slow
+def test_resume_and_kill(page, lab):
+    "Resume wherever a stopped run is shown, Kill when it was asked twice; a page that was loaded anew is never blank"
+    ids = lambda: {d.name for d in (lab.shardnb / "runs").glob("2*")}
+    run_cell(page, LOAD)
+    run_cell(page, TRAIN)
+    out = output(page, TRAIN)
+    until(lambda: moves(out), 120)
+    page.page.keyboard.press("Control+s")
+    page.page.wait_for_timeout(1000)
+    page.page.reload()
+    page.idle()
+    out = output(page, TRAIN)
+    until(lambda: moves(out), 30)
+
+    # it ends in a page that knows no output of its any more
+    button(out, "Stop").click()
+    until(lambda: button(out, "Resume").count(), 60)
+    assert state(out) == "stopped" and out.locator(".widget-image img, img.widget-image").first.evaluate("e => e.naturalWidth") > 300
+    out.scroll_into_view_if_needed()
+    page.shot("live-resume-1-stopped")
+
+    # Resume, pressed twice in one, starts one run where it stood
+    before = ids()
+    button(out, "Resume").dblclick()
+    until(lambda: moves(out), 120)
+    assert len(ids() - before) == 1
+    button(out, "Kill").scroll_into_view_if_needed()
+    page.shot("live-resume-2-goes-on")
+
+    # two clicks in one kill nothing, a second press does
+    button(out, "Kill").dblclick()
+    page.page.wait_for_timeout(1500)
+    assert moves(out)
+    until(lambda: button(out, "Kill").count(), 20)
+    button(out, "Kill").click()
+    page.page.wait_for_timeout(800)
+    button(out, "Really kill\\?").click()
+    until(lambda: state(out) == "stopped", 60)
+    until(lambda: button(out, "Resume").count(), 30)
+    page.shot("live-resume-3-killed")
+
+    # a kernel that never saw it run offers the same
+    page.restart()
+    before = ids()
+    run_cell(page, LOAD)
+    run_cell(page, ATTACH)
+    out = output(page, ATTACH)
+    until(lambda: button(out, "Resume").count(), 60)
+    assert state(out) == "stopped" and out.locator("img[src^='data:image/png']").count()
+    out.scroll_into_view_if_needed()
+    page.shot("live-resume-4-attached")
+    button(out, "Resume").click()
+    until(lambda: moves(out), 120)
+    assert len(ids() - before) == 1
+    button(out, "Stop").click()
+    until(lambda: button(out, "Resume").count(), 60)
+
+    # so does the list, below its rows
+    run_cell(page, RUNS)
+    table = output(page, RUNS)
+    run = newest(lab)
+    line = table.locator(".widget-hbox", has=page.page.locator("span", has_text=run.name)).last
+    line.locator("button", has_text="Show").click()
+    until(lambda: table.locator("button:visible", has_text="Resume").count() > len(ids()), 30)
+    table.scroll_into_view_if_needed()
+    page.shot("live-resume-5-runs")
 
 
 @pytest.mark.slow
@@ -203,7 +278,7 @@ def test_compare_over_five_strategies(page):
     run_cell(page, LOAD)
     run_cell(page, COMPARE)
     out = output(page, COMPARE)
-    until(lambda: out.locator("img[alt*='speed of ddp, zero1, zero2, zero3, fsdp']").count(), 300, 1)
+    until(lambda: out.locator("img[alt*='speed of ddp, zero1, zero2, zero3, fsdp']").count(), 300)
     rows = out.locator("tbody tr")
     assert rows.count() == 5 and all("done" in rows.nth(i).inner_text() for i in range(5))
     out.scroll_into_view_if_needed()

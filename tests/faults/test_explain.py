@@ -11,14 +11,15 @@ import time
 from pathlib import Path
 
 import pytest
-from waiting import within
-from jupyter_client.manager import KernelManager
+from notebook_kernel import Kernel
 from real_errors import PROVOKE, text_of
+from waiting import within
 
 import shardnb
 from shardnb.plan.machine import oom_kills
 from shardnb.run.explain import first_cause, write_error
-from shardnb.run.handle import Run, attach
+from shardnb.run.handle import Run
+from shardnb.run.registry import attach
 from shardnb.run.launch import LocalLauncher
 from shardnb.run.rundir import RunDir, read_json
 from shardnb.run.translate import KNOWN, translate
@@ -144,17 +145,9 @@ def test_the_account_is_escaped_and_folded(failed):
 
 def test_a_kernel_shows_it(failed, tmp_path):
     "A real kernel: the exception's text is short, and the folded account stands above it"
-    km = KernelManager(kernel_name="python3")
-    km.start_kernel(cwd=str(tmp_path))
-    kc = km.client()
-    try:
-        kc.start_channels()
-        kc.wait_for_ready(60)
-        said = []
-        kc.execute_interactive(f"import shardnb\nshardnb.attach({failed.run.id!r}, {str(failed.run.dir.parent.parent)!r}).wait()", timeout=60, output_hook=said.append)
-    finally:
-        kc.stop_channels()
-        km.shutdown_kernel(now=True)
+    kernel = Kernel(tmp_path)
+    try: _, said = kernel.messages(f"import shardnb\nshardnb.attach({failed.run.id!r}, {str(failed.run.dir.parent.parent)!r}).wait()", timeout=60)
+    finally: kernel.kill()
     shown = [m["content"] for m in said if m["msg_type"] in ("display_data", "error")]
     assert [("ename" in c) for c in shown] == [False, True], said
     assert "<details" in shown[0]["data"]["text/html"] and "<b>batch" not in shown[0]["data"]["text/html"]

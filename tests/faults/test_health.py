@@ -4,12 +4,13 @@ import os
 import signal
 
 import pytest
+from unruly import warned
 from waiting import within
 
 import shardnb
 from shardnb.run.launch import alive
 from shardnb.run.rundir import read_json
-from shardnb.ui.panel import phases_of, stall_html, summary, text_line
+from shardnb.ui.card import phases_of, stall_html, summary, text_line
 
 QUICK = {"SHARDNB_STALL_AFTER": "0.2"}   # 2 s without progress where a user's run has 300
 LM = dict(model="tiny", dataset="demo", max_length=128, max_samples=64, micro_batch=2, learning_rate=1e-3)
@@ -37,9 +38,6 @@ def stall(run, kind):
         assert not run.ended, run.error
         return (s := run.stall) and s["kind"] == kind and s
     return until(look)
-
-
-def warned(run, topic): return [w for w in run.events("warning") if w.get("topic") == topic]
 
 
 HANGS = {
@@ -76,9 +74,10 @@ def test_a_rank_in_an_endless_loop_ends_the_run_when_the_others_give_up(train):
     with pytest.raises(shardnb.RunFailed, match="busy in Python"): run.wait()
 
 
-def test_a_stall_that_passes_leaves_nothing(train):
-    run = train("import time, torch, torch.distributed as dist\nif rank == 1: time.sleep(6)\ndist.barrier()\n")
+def test_a_stall_that_passes_leaves_nothing(train, tmp_path):
+    run = train(f"import os, time, torch, torch.distributed as dist\nwhile rank == 1 and not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(.1)\ndist.barrier()\n")
     stall(run, "still")
+    (tmp_path / "go").touch()
     until(lambda: run.ended)
     assert run.state == "done" and run.stall is None and not run.rundir.stall_path.exists() and not len(run.warnings)
 

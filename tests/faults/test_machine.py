@@ -10,11 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
-from unruly import ended, family, fill, gone, stepping, until
+from unruly import ended, family, fill, gone, stepping, tell, until
 
 from shardnb.plan.problem import ShardnbError
-from shardnb.run.handle import Run, runs
+from shardnb.run.handle import Run
 from shardnb.run.process import proc_id
+from shardnb.run.registry import runs
 from shardnb.run.rundir import RunDir, read_json, write_json
 
 # A rank that fails, hangs or leaves
@@ -32,9 +33,9 @@ FAILS = [  # what one rank does at step 3, cause, words of the message
 @pytest.mark.parametrize("do, cause, words", FAILS, ids=[f[0] for f in FAILS])
 def test_one_rank_goes_wrong(start, do, cause, words):
     "The others are in a collective that will never end; five seconds later nobody is"
-    run = start("import time; time.sleep(.3); " + do)
-    stepping(run, 3)
+    run = stepping(start("until_told(); " + do), 3)
     procs, t = family(run), time.monotonic()
+    tell(run)
     end = ended(run, 10)
     assert time.monotonic() - t < 5.5
     assert end["state"] == run.state == "failed"
@@ -71,9 +72,12 @@ def test_a_stop_that_cannot_be_agreed_on(start, monkeypatch, what, do, others):
 def test_a_run_that_saves_gets_more_time(start, monkeypatch):
     "A checkpoint may take longer than the grace; a rank that says it is saving is waited for"
     monkeypatch.setenv("SHARDNB_STOP_GRACE", "0.3")
-    run = stepping(start("t = time.time()\nwhile time.time() - t < 3: rundir.beat(rank, 'saving', step); time.sleep(.1)\nrundir.beat(rank, 'training', step)", rank=0), 3)
+    run = stepping(start("while not told(): rundir.beat(rank, 'saving', step); time.sleep(.1)", rank=0), 3)
     until(lambda: read_json(run.rundir.heartbeat_path(0))["phase"] == "saving")
     run.stop()
+    time.sleep(2)
+    assert run.state == "stopping"
+    tell(run)
     assert (ended(run)["state"], run.note) == ("stopped", None) and {e["state"] for e in run.events("end")} == {"stopped"}
 
 
@@ -110,32 +114,35 @@ def test_no_socket_of_a_run_listens_to_the_network(start):
     assert seen and seen <= {"127.0.0.1", "::1"}
 
 
-def test_a_disk_that_is_full_from_the_start(small_disk, start):
-    home = small_disk(size="1m")
+def test_a_disk_that_is_full_from_the_start(disk, start):
+    home = disk(size="1m")
     fill(home)
     with pytest.raises(ShardnbError, match="can't be written to .*No space left on device.*free some space"): start(home=home)
     assert RunDir.list(home) == [] and list((home / "runs").glob("2*")) == []
 
 
-def test_a_disk_that_fills_up_and_is_freed(small_disk, start):
+def test_a_disk_that_fills_up_and_is_freed(disk, start):
     "The run goes on, what it tells waits in memory, and nothing is lost"
-    home = small_disk()
-    run = stepping(start(home=home, steps=150, sleep=.03))
+    home = disk()
+    run = stepping(start(home=home))
     ballast = fill(home)
     ballast.touch()
     seen = len(run.events("step", rank=0))
     time.sleep(1.5)
     assert run.state == "running" and "full" in repr(run)
-    assert len(run.events("step", rank=0)) <= seen + 40  # what still fitted into the last block
+    held = len(run.events("step", rank=0))
+    assert held <= seen + 40  # what still fitted into the last block
     ballast.unlink()
-    assert ended(run)["state"] == "done"
-    assert [e["step"] for e in run.events("step", rank=0)] == list(range(1, 151)) and all(r.bad == 0 for r in run._readers.values())
-    assert any("the disk was full for" in e["message"] for e in run.events("warning"))
+    until(lambda: any("the disk was full for" in e["message"] for e in run.events("warning")))
+    run.stop()
+    assert ended(run)["state"] == "stopped"
+    last = run.events("end", rank=0)[0]["step"]
+    assert [e["step"] for e in run.events("step", rank=0)] == list(range(1, last + 1)) and last > held and all(r.bad == 0 for r in run._readers.values())
 
 
-def test_a_stop_and_an_end_on_a_full_disk(small_disk, start):
+def test_a_stop_and_an_end_on_a_full_disk(disk, start):
     "The reserve has room for the last words"
-    home = small_disk()
+    home = disk()
     run = stepping(start(home=home))
     procs = family(run)
     fill(home)
@@ -146,17 +153,18 @@ def test_a_stop_and_an_end_on_a_full_disk(small_disk, start):
     assert not run.rundir.reserve_path.exists() and runs(home).iloc[0].state == end["state"]
 
 
-def test_an_error_on_a_full_disk(small_disk, start):
-    home = small_disk()
-    run = stepping(start("time.sleep(2); raise OSError(28, 'No space left on device')", home=home), 3)
+def test_an_error_on_a_full_disk(disk, start):
+    home = disk()
+    run = stepping(start("until_told(); raise OSError(28, 'No space left on device')", home=home), 3)
     fill(home)
+    tell(run)
     assert ended(run)["state"] == "failed"
     assert run.error.rank == 1 and "the disk is full" in run.error.message and "free space" in run.error.fix
 
 
 @pytest.mark.parametrize("how", ["a file in the way", "read-only"])
-def test_a_home_that_cannot_be_written(tmp_path, small_disk, start, how):
-    if how == "read-only": home = small_disk("ro", options="ro")
+def test_a_home_that_cannot_be_written(tmp_path, disk, start, how):
+    if how == "read-only": home = disk("ro", ro=True)
     else: (home := tmp_path / "file").write_text("x")
     with pytest.raises(ShardnbError, match="SHARDNB_HOME: runs can't be written to .*set SHARDNB_HOME to a folder that can be"): start(home=home / "x")
 
@@ -193,22 +201,22 @@ def test_no_room_in_dev_shm(tmp_path):
 def test_a_run_that_would_not_fit_is_warned_about(tmp_path, monkeypatch):
     "Another run of the registry is about to take most of the memory: said with figures and its name, and the run starts all the same"
     from shardnb.plan.memory import MemoryBreakdown
-    from shardnb.run import handle
+    from shardnb.run import start
     from shardnb.run.room import free_host
     monkeypatch.setenv("SHARDNB_HOME", str(tmp_path))
     started = []
-    monkeypatch.setattr(handle.LocalLauncher, "start", lambda self, rundir: started.append(rundir))
+    monkeypatch.setattr(start.LocalLauncher, "start", lambda self, rundir: started.append(rundir))
     plan = lambda n: dict(strategy="ddp", nproc=2, cuda=False, predicted=MemoryBreakdown({"params": int(n)}).to_json())
     other = RunDir.create("model: tiny\n", plan=plan(free_host() * .4))
     write_json(other.state_path, dict(state="starting", supervisor=proc_id(), ranks={}, host=socket.gethostname(), heartbeat=time.time()))
     with pytest.warns(UserWarning, match=rf"predicted to need .* GiB of host memory .*run {other.id} holds 0.0 GiB and is predicted to take .* GiB more"):
-        run = handle._start("model: tiny\n", None, plan(free_host() * .2), None)
+        run = start._start("model: tiny\n", None, plan(free_host() * .2), None)
     assert len(started) == 1 and any(other.id in n for n in run.plan["notes"])
     write_json(other.exit_path, dict(state="done", error=None))
     import warnings
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        handle._start("model: tiny\n", None, plan(1 << 20), None)
+        start._start("model: tiny\n", None, plan(1 << 20), None)
 
 
 # The registry
@@ -226,7 +234,7 @@ def test_files_that_are_not_whole_cost_their_run_only(tmp_path):
 CROWD = """
 import sys
 from shardnb.run.rundir import RunDir
-from shardnb.run.handle import runs, attach
+from shardnb.run.registry import runs, attach
 home, n = sys.argv[1], int(sys.argv[2])
 mine = []
 for i in range(n):
@@ -284,8 +292,7 @@ def test_a_model_file_that_is_cut_off(tmp_path, monkeypatch):
     import numpy as np
     import ranks
     from safetensors.numpy import save_file
-    folder = ranks.model_folder(tmp_path / "model", dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=32, intermediate_size=64, num_hidden_layers=1,
-        num_attention_heads=2, num_key_value_heads=2, vocab_size=260, max_position_embeddings=128, tie_word_embeddings=True))
+    folder = ranks.model_folder(tmp_path / "model", ranks.LLAMA | dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=260, tie_word_embeddings=True))
     file = Path(folder) / "model.safetensors"
     save_file({"model.embed_tokens.weight": np.zeros((260, 32), np.float32)}, file, metadata={"format": "pt"})
     file.write_bytes(file.read_bytes()[:-1000])

@@ -1,33 +1,32 @@
-"""A rank without a model: gloo, one all-reduce a step, events and the stop file. `plan.json`'s "test" says how it misbehaves."""
+"""A rank without a model: gloo, one all-reduce a step, events and the stop file. At step 3 it runs what `plan.json`'s "test" has for it: `do` on rank `rank`, `others` on all others.
+
+What it runs may wait for the test's word: `told()` says whether it was given, `until_told()` waits for it."""
 import os
-import signal
 import sys
 import time
 
 import torch
 import torch.distributed as dist
+from waiting import word
 
 from shardnb.run.event import EventWriter
 from shardnb.run.explain import write_error
-from shardnb.run.launch import proc_id
+from shardnb.run.process import proc_id
 from shardnb.run.rundir import RunDir, read_json
 
 
 def main():
     rundir, rank, world = RunDir(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    test = read_json(rundir.plan_path)["test"]
-    me = test.get("rank") == rank
+    test, step, stopped = read_json(rundir.plan_path)["test"], 0, False
     events = EventWriter(rundir.event_path(rank), rank)
+    told = word(rundir).exists
+
+    def until_told():
+        while not told(): time.sleep(.01)
+
     events.write("start", **proc_id(), node=0, local_rank=int(os.environ["LOCAL_RANK"]), world_size=world, port=os.environ["MASTER_PORT"])
-    if test.get("noise"):
-        for _ in range(2048): os.write(2, b"x" * 1023 + b"\n")
-    if me and test["mode"] == "child":
-        child = os.posix_spawn(sys.executable, [sys.executable, "-c", "import time; time.sleep(600)"], os.environ)
-        events.write("note", message="child", **proc_id(child))
-    if me and test["mode"] == "deaf": signal.signal(signal.SIGTERM, signal.SIG_IGN)
     dist.init_process_group("gloo")
     events.write("phase", phase="training", state="begin")
-    step, stopped = 0, False
     try:
         while step < test["steps"] and not stopped:
             step += 1
@@ -35,11 +34,9 @@ def main():
             dist.all_reduce(x)
             assert x[0].item() == world
             events.write("step", step=step, loss=1 / step, total_steps=test["steps"])
-            if me and step == 3:
-                if test["mode"] in ("kill", "child"): os.kill(os.getpid(), signal.SIGKILL)
-                if test["mode"] == "raise": raise ValueError("a bad batch")
-                if test["mode"] == "exit": os._exit(7)
-                if test["mode"] == "deaf": time.sleep(600)
+            try: rundir.beat(rank, "training", step)
+            except OSError as e: print(f"no heartbeat written: {e}")  # a full disk, say
+            if step == 3: exec(test.get("do" if rank == test.get("rank", rank) else "others") or "", globals() | locals())
             flag = torch.tensor([float((rundir.stop_requested() or {}).get("how") == "graceful")])  # a kill is the supervisor's business
             dist.all_reduce(flag)
             stopped = flag.item() > 0

@@ -1,16 +1,38 @@
-"What the fault tests ask of a run: that it has ended, and that nothing of it is left."
+"Runs of tests/unruly_worker.py, and what is asked of a run that goes wrong: that it has ended, and that nothing of it is left."
 import os
 
 import psutil
-from waiting import within
+from waiting import within, word
 
+from shardnb.run.handle import Run
+from shardnb.run.launch import LocalLauncher
 from shardnb.run.process import alive
-from shardnb.run.rundir import read_json
+from shardnb.run.rundir import RunDir, read_json
 
 ENV = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 
 
 until = within(150, .02)  # s; a machine that is busy with other tests takes long to import torch
+
+
+class Started:
+    "Runs of a test"
+    def __init__(self): self.runs = []
+
+    def start(self, do="", rank=1, steps=10_000, nproc=2, home=None, env=ENV, **test):
+        "Start a run whose rank `rank` does `do` at its third step"
+        rundir = RunDir.create("model: tiny\n", plan={"strategy": "ddp", "nproc": nproc, "world_size": nproc, "env": env, "test": {"do": do, "rank": rank, "steps": steps, **test}}, home=home)
+        self.runs.append(Run(rundir))
+        LocalLauncher("unruly_worker").start(rundir)
+        return self.runs[-1]
+
+    def end(self):
+        for run in self.runs: run.kill()
+
+
+def tell(run):
+    "Give ranks that wait in `until_told` the word"
+    word(run.rundir).touch()
 
 
 def ended(run, timeout=150):
@@ -24,6 +46,11 @@ def stepping(run, step=2):
     until(lambda: run.rundir.exit_path.exists() or (run.state == "running" and len(run.pids) == run.plan["nproc"] and all(len(run.events("step", rank=r)) >= step for r in run.rundir.ranks())))
     assert not run.rundir.exit_path.exists(), run.error
     return run
+
+
+def warned(run, topic):
+    "The warnings about it, as the ranks wrote them"
+    return [e for e in run.events("warning") if e.get("topic") == topic]
 
 
 def family(run):
