@@ -75,25 +75,26 @@ def _shown(exc):
     return "".join(te.format())
 _OURS_NAME = RunDir.__module__.split(".")[0] + "."
 
-# %% ../../nbs/run/11_explain.ipynb #c314ffb1
+# %% ../../nbs/run/11_explain.ipynb #6a117670
 def _limits(observer):
-    "Bytes of the device, of the host for all ranks, and of this process where it has a limit of its own; None: not known, or none"
+    "Bytes of the device, of the host for all ranks, of addresses of this process where it has a limit of its own, and those of them that are left; None: not known, or none"
     device, most = getattr(getattr(observer, "engine", None), "device", None), resource.getrlimit(resource.RLIMIT_AS)[0]
     if device is not None and device.type == "cuda":
         import torch
         of_device = torch.cuda.get_device_properties(device).total_memory
     else: of_device = None
-    return {"device": of_device, "host": host_limit(), "process": None if most == resource.RLIM_INFINITY else most}
+    limit = None if most == resource.RLIM_INFINITY else most
+    return {"device": of_device, "host": host_limit(), "process": limit, "left": limit and max(limit - _process().vms, 0)}
 
-def _rss():
+def _process():
     import psutil
-    return psutil.Process().memory_info().rss
+    return psutil.Process().memory_info()
 
 def _circumstances(observer):
     "What surrounds an error, each thing by itself"
     during = lambda: [*observer.clock.open] # the parts of a step that are open
     walked = lambda: observer.probe.now(bool({"forward", "backward"} & {*during()})) if observer.probe.engine is not None else None
-    ask = {"limit": lambda: _limits(observer), "rss": _rss}
+    ask = {"limit": lambda: _limits(observer), "rss": lambda: _process().rss}
     if observer is not None: ask |= {"during": during, "device": lambda: str(observer.engine.device), "collectives": lambda: [list(c) for c in observer.comm.recent], "memory": walked}
     out, unknown = {"during": [], "device": None, "collectives": [], "memory": None}, {}
     for name, f in ask.items():

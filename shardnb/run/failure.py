@@ -12,7 +12,7 @@ import html, re
 from dataclasses import dataclass, field, fields
 from ..plan.place import near
 
-# %% ../../nbs/run/10a_failure.ipynb #4d4deaac
+# %% ../../nbs/run/10a_failure.ipynb #97fba277
 @dataclass(frozen=True)
 class RunError:
     "What ended a run."
@@ -27,7 +27,7 @@ class RunError:
     cell_text: str|None = None  # what stands in that line
     topic: str|None = None      # the `translate.Known` text that it is; 'memory' when memory ran out
     breakdown: dict|None = None # {place: {category: bytes}} of that rank when it happened
-    limit: dict|None = None     # {'device', 'host', 'process'}: bytes there are, None where nothing limits
+    limit: dict|None = None     # {'device', 'host', 'process', 'left'}: bytes there are, and addresses that the process had left; None where nothing limits
     suggestions: list = field(default_factory=list) # of {'options', 'words', 'peak_bytes'}: changes that the planner predicts to fit, smallest first
     others: list = field(default_factory=list)      # what the other ranks said: short texts
     stacks: dict = field(default_factory=dict)      # of a stall: rank -> where it stands, as text

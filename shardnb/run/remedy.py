@@ -7,36 +7,39 @@ Docs: https://shardnb.github.io/shardnb/run/remedy.html.md"""
 # %% auto #0
 __all__ = ['met_limit', 'as_options', 'suggestions', 'advised']
 
-# %% ../../nbs/run/11b_remedy.ipynb #5a35c374
+# %% ../../nbs/run/11b_remedy.ipynb #3fc79b0b
 import shlex, threading
 from dataclasses import replace
-from ..plan.advise import Plan, limit_of, verdict
+from ..plan.advise import Plan
 from ..plan.machine import Machine
 from ..plan.memory import MemoryBreakdown
 from ..plan.problem import PlanError, RecipeError
 from ..plan.recipe import Recipe
 from ..plan.strategy import Strategy
+from ..plan.ways import _ROOM, LIBRARIES, limit_of, verdict
 from .failure import RunError
 from .rundir import RunDir, read_json, write_json
 
-# %% ../../nbs/run/11b_remedy.ipynb #0a0c4eee
+# %% ../../nbs/run/11b_remedy.ipynb #3b7f42fb
 _LESS = .9 # of what the failed way is predicted to need: what a remedy may fill
 
 def met_limit(
     machine:Machine,         # that it ran on
     nproc:int,               # ranks on it
-    limit:dict,              # of `RunError`: bytes of 'device', 'host' and 'process'
+    limit:dict,              # of `RunError`: bytes of 'device' and 'host'
     failed:MemoryBreakdown,  # what was predicted for what ran
+    room:int=None,           # bytes that the model could have in a process with a limit of its own; None: it has none
 ) -> Machine:                # the same with less memory
     "The machine as the run has found it."
     limit = {k: v for k, v in (limit or {}).items() if v}
     needed = failed.peak + (0 if machine.cuda else failed.host_peak)
-    here = limit.get("device", machine.device_bytes) if machine.cuda else min(limit.get("host", machine.host_bytes) // nproc, limit.get("process", machine.host_bytes))
+    here = limit.get("device", machine.device_bytes) if machine.cuda else limit.get("host", machine.host_bytes) // nproc
+    if room is not None and not machine.cuda: here = min(here, int((room + LIBRARIES[False]) / _ROOM)) # then what fits with room is what isn't above it
     rank = min(here, int(_LESS * needed))
     if machine.cuda: return replace(machine, gpus=tuple(replace(g, bytes=min(g.bytes, rank)) for g in machine.gpus))
     return replace(machine, host_bytes=rank * nproc)
 
-# %% ../../nbs/run/11b_remedy.ipynb #14db6502
+# %% ../../nbs/run/11b_remedy.ipynb #4d214e30
 def as_options(
     changes:dict, # fields of a recipe
 ) -> str:         # such as '--micro-batch 1 --activation-checkpointing'
@@ -66,17 +69,18 @@ def suggestions(
     cuda:bool,     # on GPUs
     more=(),       # further ways: (changes, words, {'fits', 'peak_bytes'}), as mild as the mildest
     most:int=3,    # how many are offered
+    room:int=None, # see `met_limit`: what is predicted to take more isn't offered
 ) -> list:         # of {'options', 'words', 'peak_bytes', 'fits'}, smallest change first
     "Ways out of a full memory."
     out, seen, kinds = [], set(), []
     for kind, changes, words, way in sorted([*_found(plan, strategy, cuda), *(((1, len(c)), c, words, way) for c, words, way in more)], key=lambda f: (f[0], f[3]["fits"] != "yes", f[3]["peak_bytes"])):
         options = as_options(changes)
-        if not options or options in seen or kinds.count(kind[0]) > (kind[0] == 1): continue # two of the mildest, then one of each kind
+        if not options or options in seen or (room is not None and way["peak_bytes"] > room) or kinds.count(kind[0]) > (kind[0] == 1): continue # two of the mildest, then one of each kind
         out.append({"options": options, "words": words, "peak_bytes": way["peak_bytes"], "fits": way["fits"]})
         seen.add(options), kinds.append(kind[0])
     return out[:most]
 
-# %% ../../nbs/run/11b_remedy.ipynb #7107120f
+# %% ../../nbs/run/11b_remedy.ipynb #92c1f824
 def _smaller(recipe, old, machine, strategy, nproc):
     "The largest micro-batch that fits with the same rows in a step, if there is one: (changes, words, row)"
     from shardnb.run.forecast import predict
@@ -88,6 +92,11 @@ def _smaller(recipe, old, machine, strategy, nproc):
         if fits != "no": return [(dict(micro_batch=micro, grad_accum=accum), f"micro_batch {micro}, grad_accum {accum} (the same global batch)", dict(fits=fits, peak_bytes=b.peak))]
     return []
 
+def _room(error):
+    "What a process with a limit of its own had for its model: what that held and what was left, bytes; None without such a limit"
+    left, held = (error.limit or {}).get("left"), (error.breakdown or {}).get("device")
+    return None if left is None or not held else left + sum(v for k, v in held.items() if k != "context")
+
 _asking = threading.Lock() # a panel's thread and the notebook's may look at the same moment
 
 def _advice(rundir, error):
@@ -98,10 +107,11 @@ def _advice(rundir, error):
     old = Recipe.from_yaml(rundir.recipe_path)
     given = Recipe.from_yaml(made["given"]) if made.get("given") else old
     recipe = given.replace(nproc=made["nproc"], precision=old.precision, strategy=made["strategy"])
-    machine = met_limit(Machine.detect(), made["nproc"], error.limit, MemoryBreakdown.from_json(made["predicted"]))
+    room = _room(error)
+    machine = met_limit(Machine.detect(), made["nproc"], error.limit, MemoryBreakdown.from_json(made["predicted"]), room)
     try: plan, more = plan_of(recipe, machine), _smaller(recipe, old, machine, made["strategy"], made["nproc"])
     except (PlanError, RecipeError) as e: return {"suggestions": [], "why": str(e)}
-    found = suggestions(plan, made["strategy"], machine.cuda, more)
+    found = suggestions(plan, made["strategy"], machine.cuda, more, room=room)
     return {"suggestions": found, "why": plan.why if not found else None, "limit_bytes": limit_of(machine, made["nproc"]), "predicted_bytes": MemoryBreakdown.from_json(made["predicted"]).peak}
 
 def advised(
