@@ -2,7 +2,9 @@
 
 What decides them is in the checkpoint: weights, both moments of Adam, the steps that it counts, the schedule and the place in the data. Without any one of these the losses differ in the second or third digit.
 """
+import enum
 import json
+import pickle
 
 import pytest
 import ranks
@@ -188,3 +190,26 @@ def test_experts(top, whole):
         _, off = gone_on(top, whole(old, n, model=model), new, m, model=model)
         print(f"\nexperts, {old} on {n} -> {new} on {m}: {off:.1e}")
         assert off < 1e-4
+
+
+class Old(enum.Enum):
+    "Pickled as Python up to 3.11.3 pickles its enumerations, which DeepSpeed's files hold"
+    ONE = 1
+    def __reduce_ex__(self, proto): return getattr, (type(self), self.name)
+
+
+class Attribute:
+    "Asks for an attribute of a class when it is unpickled"
+    def __init__(self, cls): self.cls = cls
+    def __reduce_ex__(self, proto): return getattr, (self.cls, "__doc__")
+
+
+def test_members_of_enumerations_are_read_and_nothing_else_is_looked_up(tmp_path):
+    import torch
+
+    from shardnb.run.source import _load
+    torch.save(dict(stage=Old.ONE, t=torch.ones(2)), tmp_path / "x.pt")
+    assert _load(tmp_path / "x.pt", [Old])["stage"] is Old.ONE
+    for cls in (Old, Attribute):
+        torch.save(Attribute(cls), tmp_path / "x.pt")
+        with pytest.raises((pickle.UnpicklingError, KeyError)): _load(tmp_path / "x.pt", [Old, Attribute])

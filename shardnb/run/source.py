@@ -8,13 +8,15 @@ Docs: https://shardnb.github.io/shardnb/run/source.html.md"""
 __all__ = ['FORMS', 'unfit', 'called', 'Source', 'PlainSource', 'ZeroSource', 'ShardedSource', 'WholeSource', 'open_source',
            'survey']
 
-# %% ../../nbs/run/06a_source.ipynb #7bca2fcb
+# %% ../../nbs/run/06a_source.ipynb #2cfd84f1
 import json
 import re
 import sys
 from collections import Counter
+from enum import Enum
 from math import prod
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
 
@@ -22,7 +24,7 @@ from ..plan.place import near
 from ..plan.problem import Problem, RecipeError
 from .checkpoint import untrusted
 
-# %% ../../nbs/run/06a_source.ipynb #7051dec1
+# %% ../../nbs/run/06a_source.ipynb #cf8b885e
 def unfit(
     folder,          # a checkpoint
     why: str,        # a phrase that goes on
@@ -30,9 +32,14 @@ def unfit(
     "A checkpoint that can't be gone on from"
     return RecipeError(Problem("resume", str(folder), f"{near(folder)!r} {why}"))
 
+def _member(cls, name):
+    "What Python up to 3.11.3 pickles a member of an enumeration as: `getattr(cls, name)`; of nothing else"
+    if not (isinstance(cls, type) and issubclass(cls, Enum)): raise UnpicklingError(f"{name!r} of something that is no enumeration")
+    return cls[name]
+
 def _load(path, types=()):
     "A file of `torch.save`, mapped; types: those that it may hold besides tensors and plain values"
-    with torch.serialization.safe_globals(list(types)): return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    with torch.serialization.safe_globals([*types, *((_member, f"{m}.getattr") for m in ("builtins", "__builtin__"))]): return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 def called(
     name: str,       # of a live parameter
