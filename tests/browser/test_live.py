@@ -64,7 +64,7 @@ def change(p, out, name, value, wait=20):
     box.press_sequentially(str(value))
     out.evaluate(WATCH)
     box.press("Enter")
-    until(lambda: len([v for v in p.page.evaluate("Object.values(window.seen)") if v]) == 2, wait, .05)
+    until(lambda: len([v for v in p.page.evaluate("Object.values(window.seen)") if v]) == 2, wait)
     seen = p.page.evaluate("window.seen")
     return seen["first"], seen["all"]
 
