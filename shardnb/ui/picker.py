@@ -68,7 +68,7 @@ def plan_picture(
 
 def _once(plan): return {r['label'] for r in plan.rows if r['label'] in (r['strategy'], plan.best_label)}
 
-# %% ../../nbs/ui/02_picker.ipynb #ae7e327b
+# %% ../../nbs/ui/02_picker.ipynb #0a65d1e4
 def problems_html(
     *errors, # `ShardnbError`s
 )->str: # '' for none
@@ -83,7 +83,7 @@ def equal_line_html(
 )->str: # HTML with the line as text that can be selected
     "The line that does the same without the form"
     return _div(_CARD+'padding:4px 0', _div(_SOFT, 'the same as a line, to copy; <code>%shardpick --write</code> puts it into a cell of its own:'),
-        f'<pre style="{_CODE}user-select:all;font-size:12px;border:1px solid #e6e8ec;border-radius:6px;white-space:pre-wrap">{_e(recipe.magic_line())}</pre>')
+        f'<pre style="{_CODE}user-select:all;font-size:12px;border:1px solid #e6e8ec;border-radius:6px;white-space:pre-wrap;word-break:normal;overflow-wrap:anywhere">{_e(recipe.magic_line())}</pre>')
 
 # %% ../../nbs/ui/02_picker.ipynb #713d3382
 def field_widget(
@@ -265,7 +265,7 @@ def settings_text(
     notes = ''.join(f'<div>ℹ {_e(n)}</div>' for n in plan['notes'])
     return _div(_CARD+'padding:6px 14px', notes, f'<pre style="{_CODE}">{_e(json.dumps(plan["settings"], indent=1, default=str))}</pre>')
 
-# %% ../../nbs/ui/02_picker.ipynb #dc694115
+# %% ../../nbs/ui/02_picker.ipynb #3863ab22
 def _launch(self:Picker):
     "Start the run that the form describes and show its panel below; a second press meanwhile does nothing"
     behind(self._start, self._wrong, self._starts, self._ready)
