@@ -1,9 +1,17 @@
 "Settings that must be in the environment before torch is imported; and runs and kernels of which nothing is left after a test."
 import os
+import sys
 
 import pytest
 
 os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
+
+
+@pytest.fixture(autouse=True)
+def no_ranks_are_left():
+    "Ranks of a test that fails half-way would train on beside all the tests after it"
+    yield
+    if "ranks" in sys.modules: sys.modules["ranks"].end_all()
 
 
 @pytest.fixture

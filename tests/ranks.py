@@ -63,6 +63,9 @@ for i, b in enumerate(dl):
 """
 
 
+LEFT = set()  # process ids of ranks nobody has waited for yet
+
+
 def free_port():
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -98,6 +101,7 @@ def start(recipe, cell=None, inputs=None, home=None, **plan):
     for r in range(n):
         pids[r] = os.fork()
         if pids[r] == 0: _child(rundir, r, n, port, made["env"], me)
+        LEFT.add(pids[r])
     return Run(rundir), pids
 
 
@@ -109,10 +113,17 @@ def wait(pids, timeout=120):
             if r not in codes and os.waitpid(pid, os.WNOHANG)[0]: codes[r] = True
         time.sleep(.02)
     left = [r for r in pids if r not in codes]
-    for r in left:
-        os.kill(pids[r], signal.SIGKILL)
-        os.waitpid(pids[r], 0)
+    LEFT.difference_update(pids[r] for r in codes)
+    end_all(pids[r] for r in left)
     return left
+
+
+def end_all(pids=None):
+    "Kill forked ranks; those that nobody has waited for if no others are named"
+    for pid in list(LEFT if pids is None else pids):
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        LEFT.discard(pid)
 
 
 def tiny(rows, home, strategy, plan=(), **kw):

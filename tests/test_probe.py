@@ -232,7 +232,8 @@ for i, b in enumerate(dl):
     opt.step()
     opt.zero_grad()
     log(loss=1.)
-    if i > 4 and not (Path(__file__).parent / "snapshot").exists() and (done := globals().get("done", 0) + 1) > 4: break
+    gone = accelerator.gather(torch.tensor([int(not (Path(__file__).parent / "snapshot").exists())]))  # ranks look at different times, and leave in the same step all the same
+    if i > 4 and gone.all() and (done := globals().get("done", 0) + 1) > 4: break
 """
 
 

@@ -245,7 +245,8 @@ def test_a_disk_that_fills_in_the_middle_of_a_save_leaves_the_run_alive(top, los
     assert told and alive() and "could not write to" in told[0]["message"], run.logs()[-3000:]
     disk(rw=True, nr_inodes=1000)
     saved = while_alive(lambda: run.events("checkpoint"), alive)
-    assert len(run.events("warning")) == 2 and any(f"the checkpoint of step {saved[0]['step']} is saved; since" in e["message"] for e in run.events("note")) # each said once
+    said = while_alive(lambda: [e for e in run.events("note") if f"the checkpoint of step {saved[0]['step']} is saved; since" in e["message"]], alive)
+    assert len(said) == 1 and len(run.events("warning")) == 2  # each said once
     run.rundir.request_stop()
     assert ranks.wait(pids) == [] and saved, run.logs()[-3000:]
     assert {e["state"] for e in run.events("end")} == {"stopped"}
