@@ -44,6 +44,7 @@ def output(o, up):
     if md := data.get("text/markdown"):
         md = "".join(md).removeprefix("---\n\n")
         md = re.sub(r"\[source\]\((\S+?)\)\{[^}]*\}", r"[source](\1)", md)
+        md = re.sub(r"(?<=[:>\[| ])__main__\.(?=[A-Z])", "", md)   # a class of the notebook, in a signature
         o["data"] = {"text/markdown": relative(anchors(md), up)}
     return o if o["data"] else None
 

@@ -1,5 +1,7 @@
 "What the plan advises: traffic in closed form, verdicts, suggestions that really fit, and the advice for the usual cases. No torch."
 import json
+import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -140,6 +142,19 @@ def test_what_an_offload_puts_on_a_disk_is_not_on_the_host():
     assert fits == "yes" and "800 GiB of disk" in why
     fits, why = verdict(b, Machine("a full disk", m.gpus, host_bytes=m.host_bytes, disk_bytes=500 * GiB), 4)
     assert fits == "no" and "800 GiB to files" in why and "500 free" in why
+
+
+def test_the_disk_that_counts_is_that_of_nvme_path(monkeypatch, tmp_path):
+    free = lambda p: shutil._ntuple_diskusage(0, 0, 500 * GiB if str(p).startswith(str(tmp_path)) else 9000 * GiB)
+    monkeypatch.setattr("shardnb.plan.machine.shutil.disk_usage", free)
+    m, r = Machine.preset("4xA100-80GB"), Recipe(model="llama-8b", strategy="zero3+optim-nvme", nvme_path=str(tmp_path / "swap"))
+    (tmp_path / "swap").mkdir()
+    def verdict_on(machine):
+        predict = lambda recipe, strategy, nproc: MemoryBreakdown({"params": 20 * GiB}, disk={"optimizer": 200 * GiB} if "nvme" in strategy else {})
+        return advise(r, machine, llama("llama-8b"), predict).row("zero3+optim-nvme")
+    row = verdict_on(replace(m, disk_bytes=9000 * GiB, here=True))
+    assert row["fits"] == "no" and "the disk has 500 free" in row["why"]
+    assert verdict_on(replace(m, disk_bytes=9000 * GiB))["fits"] == "yes" # a preset's disk isn't here
 
 
 def test_on_a_cpu_offload_saves_nothing():

@@ -1,7 +1,9 @@
 "What used to be found by the ranks, some ten seconds later or at the end of a run, is refused before a process starts, and nothing that is there is lost."
 import io
 import os
+import socket
 import subprocess
+import time
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -11,7 +13,9 @@ import shardnb
 from shardnb.plan.problem import RecipeError, ShardnbError
 from shardnb.plan.recipe import Recipe
 from shardnb.run.handle import Run
-from shardnb.run.rundir import RunDir
+from shardnb.run.output import claim
+from shardnb.run.process import proc_id
+from shardnb.run.rundir import RunDir, write_json
 from shardnb.run.start import train
 
 OK = dict(model="tiny", dataset="demo", nproc=2, max_steps=1)
@@ -57,12 +61,19 @@ def test_output_dir_without_permission(home):
     refused("output_dir", "can't be written to: Permission denied", output_dir="locked/out")
 
 
+@pytest.mark.parametrize("field,n", [("nproc", 100_000), ("nproc", 10**9), ("dataloader_num_workers", 50_000)])
+def test_processes_that_no_memory_holds(field, n):
+    "They would all be started, and the machine would stand still"
+    p = refused(field, "before there is a model; this machine has", **{field: n})
+    assert 1 <= int(p.allowed.removeprefix("at most ")) < 10_000
+
+
 def test_no_space(home, monkeypatch):
     import shutil
     real = shutil.disk_usage
     monkeypatch.setattr(shutil, "disk_usage", lambda p: real(p)._replace(free=1000))
     refused("output_dir", "will be written", output_dir="out")
-    refused("output_dir", "will be written")  # the run's own folder
+    refused("SHARDNB_HOME", "will be written")  # the run's own folder
 
 
 def test_whoever_comes_second_puts_its_model_beside(home):
@@ -96,6 +107,16 @@ def test_an_earlier_model_is_not_overwritten(left, home):
     (home / "out" / left / "model.safetensors").write_text("precious")
     p = refused("output_dir", f"holds {left} of an earlier run, which is never overwritten; choose another output_dir", output_dir="out")
     assert p.value == "out" and (home / "out" / left / "model.safetensors").read_text() == "precious"
+
+
+def test_where_a_run_of_another_home_saves(home, monkeypatch):
+    one = RunDir.create("model: tiny\n", home=home / "elsewhere")
+    write_json(one.state_path, dict(state="running", supervisor=proc_id(), host=socket.gethostname(), heartbeat=time.time()))
+    claim(home / "out", one)
+    refused("output_dir", f"is where run {one.id} saves", output_dir="out")
+    monkeypatch.setattr("shardnb.run.start.output_problems", lambda *a, **kw: [])   # it began after we had looked
+    refused("output_dir", f"is where run {one.id} saves", output_dir="out")
+    assert os.listdir(home / "out") == [".shardnb-run.json"]
 
 
 def test_folders_that_other_options_name(home):

@@ -3,6 +3,7 @@ import gzip
 import io
 import json
 import os
+import time
 
 import pytest
 
@@ -229,6 +230,25 @@ def test_empty_cells_of_a_table_are_missing():
 def test_names_that_are_no_dataset():
     assert "neither a hub id (owner/name) nor a path" in str(check_dataset(Recipe(dataset="two words"))[0])
     assert "nor in the cache of the hub" in str(check_dataset(Recipe(dataset="owner/name"))[0])   # these tests are offline
+
+
+def test_new_rows_take_the_place_of_old_ones(tmp_path, monkeypatch):
+    from shardnb.run.data import load_rows
+    from shardnb.run.models import load_tokenizer
+    monkeypatch.setenv("SHARDNB_CACHE", str(tmp_path / "cache"))
+    r = Recipe(model="tiny", dataset=write(tmp_path, "a.jsonl", [{"text": "hi"}]))
+    tok, top, old = load_tokenizer(r), tmp_path / "cache" / "rows", 8 * 24 * 3600   # s
+    def used(folder, ago): os.utime(folder, (time.time() - ago,) * 2)
+    load_rows(r, tok)
+    first = next(p for p in top.iterdir() if p.is_dir())
+    for name in ("long ago", "today"):
+        (top / name).mkdir(parents=True)
+        with open(top / name / "x", "wb") as f: f.truncate(21 << 30)   # takes no disk
+    used(first, old)
+    used(top / "long ago", old)
+    load_rows(r, tok)   # asked for again, so they stay
+    load_rows(r.replace(max_length=8), tok)
+    assert first.is_dir() and (top / "today").is_dir() and not (top / "long ago").exists()
 
 
 def test_a_system_prompt_goes_where_there_is_none(tmp_path):

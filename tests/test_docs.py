@@ -141,6 +141,20 @@ def test_every_command_in_the_docs_is_one():
     assert len(all_of_them) > 20 and not bad, "\n".join(bad)
 
 
+def test_signatures_name_classes_as_a_reader_does(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    import to_myst
+    shown = to_myst.output(dict(data={"text/markdown": "```python\ndef f(\n    q:__main__.Question, now:int=0\n)->__main__.Run:\n```"}), "../")["data"]["text/markdown"]
+    assert "q:Question, now:int=0" in shown and ")->Run:" in shown
+
+
+def test_a_recipe_that_is_given_a_file_names_its_split():
+    "Recipes of the library take a slice of a data set on the hub, which a file of one's own doesn't have"
+    from shardnb.plan.library import library
+    lines = [(where, line, name) for where, line in commands() for name in library() if re.search(rf"\b{re.escape(name)} .*--dataset \S+\.jsonl", line)]
+    assert lines and not [line for _, line, name in lines if "\nsplit:" in library()[name].text and "--split train" not in line]
+
+
 @pytest.fixture
 def folder(tmp_path):
     "A place where the docs' names exist: recipe.yaml, rows.jsonl, my-model"

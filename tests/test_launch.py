@@ -1,13 +1,15 @@
 "Process faults, on small ranks that only reduce a tensor: nothing hangs, nothing is left, and the cause is named."
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from unruly import ENV, ended, stepping, tell
+from unruly import ENV, ended, family, gone, stepping, tell
 from waiting import within
 
 from shardnb.plan.machine import Machine
@@ -22,18 +24,22 @@ from shardnb.run.rundir import RunDir, read_json
 until = within(60)
 
 
+DEAF = "time.sleep(600)"   # at the third step, where nobody looks for a stop any more
+
+
 def training(run, step=1): return stepping(run, step)
 def procs(run): return [{"pid": e["pid"], "create_time": e["create_time"]} for e in run.events("start")]
 def nothing_left(run): return not any(map(alive, [*procs(run), read_json(run.rundir.state_path)["supervisor"]]))
 
 
-def test_a_run_ends_well_and_tells_it(start):
-    run = start(steps=10)
+def test_a_run_ends_well_and_tells_it(start, tmp_path):
+    run = start(steps=10, output_dir=str(tmp_path / "out"))
     end = ended(run)
     assert (end["state"], end["returncodes"], end["error"]) == ("done", {"0": 0, "1": 0}, None)
     assert run.state == "done" and run.metrics.step.tolist() == list(range(1, 11))
     assert end["summary"]["step"] == 10 and runs().iloc[0].state == "done"
     until(lambda: nothing_left(run), 5)
+    assert not os.listdir(tmp_path / "out")   # nor its claim
 
 
 @pytest.mark.parametrize("nproc", [2, 3])
@@ -100,9 +106,10 @@ def test_a_stop_file_made_by_hand(start):
 
 def test_a_state_that_cannot_be_written_does_not_deafen_the_supervisor(start, monkeypatch):
     monkeypatch.setenv("SHARDNB_STOP_GRACE", "0.5")
-    run = training(start(sleep=60))
-    run.rundir.state_path.unlink()
-    run.rundir.state_path.mkdir()  # from here on replacing the file fails, as on a full disk
+    run = training(start(DEAF, others=DEAF), 3)
+    while not run.rundir.state_path.is_dir():   # from here on replacing the file fails, as on a full disk
+        run.rundir.state_path.unlink(missing_ok=True)
+        with suppress(FileExistsError): run.rundir.state_path.mkdir()   # the supervisor was quicker
     log = until(lambda: "Error" in (text := run.rundir.log_path("supervisor").read_text()) and text)
     assert "write_state" in log
     run.rundir.request_stop()
@@ -148,8 +155,7 @@ def test_gpus_count_among_the_visible_ones(monkeypatch, visible, want):
 
 def test_a_stop_that_ranks_do_not_heed_is_forced(start, monkeypatch):
     monkeypatch.setenv("SHARDNB_STOP_GRACE", "0.5")
-    run = start(sleep=60)
-    training(run)
+    run = training(start(DEAF, others=DEAF), 3)
     run.stop()
     end = ended(run)
     assert (end["state"], end["forced"], end["error"]) == ("stopped", "SIGTERM", None)
@@ -168,7 +174,7 @@ def test_ranks_die_with_their_supervisor(start, monkeypatch):
     mine, state = procs(run), read_json(run.rundir.state_path)
     os.kill(state["supervisor"]["pid"], signal.SIGKILL)
     until(lambda: not any(map(alive, mine)), 5)
-    monkeypatch.setattr("shardnb.run.handle.STALE", .1)
+    monkeypatch.setattr("shardnb.run.state.STALE", .1)
     until(lambda: run.state == "lost", 5)
     assert "supervisor" in run.error.message
 
@@ -206,6 +212,14 @@ def test_two_runs_at_once(start):
     assert ended(a)["state"] == ended(b)["state"] == "done"
     ports = [{e["port"] for e in r.events("start")} for r in (a, b)]
     assert len(ports[0]) == len(ports[1]) == 1 and ports[0] != ports[1]
+
+
+def test_a_run_whose_folder_is_deleted_ends(start):
+    "Nobody could follow or stop it any more, and its ranks would make the folder again"
+    run = stepping(start())
+    procs = family(run)
+    shutil.rmtree(run.rundir.path, ignore_errors=True)
+    assert gone(procs, 30) and not run.rundir.path.exists()
 
 
 def test_a_broken_import_is_on_record(start, monkeypatch, tmp_path):

@@ -301,6 +301,72 @@ def test_requirements_name_what_the_options_need(tmp_path):
     assert names >= {"mlflow", "bitsandbytes", "liger-kernel", "gptqmodel", "optimum"} and names & {"flash-attn", "kernels"} and f"torch=={metadata.version('torch').split('+')[0]}" in lines
 
 
+def test_requirements_name_what_the_cell_imports(tmp_path):
+    "Its packages and its arguments' trackers, once each; of a module that no package brings the README speaks, so that pip asks nobody for its name"
+    from types import SimpleNamespace
+
+    from shardnb.plan.recipe import Recipe
+    from shardnb.run.export import _lost, _requirements
+    cell = "import os, yaml\nfrom ruff.x import y\nfrom my_own_rows import rows\nfrom trl import SFTConfig\nargs = SFTConfig(report_to=['tensorboard'])"
+    f = SimpleNamespace(engine="ddp", kind="objects", peft=None, given=["args"], cell=cell, quantization=None, libraries=(), recipe=Recipe(), notes=[], plan={}, model=None)
+    _requirements(f, tmp_path)
+    names = [line.partition("==")[0] for line in (tmp_path / "requirements.txt").read_text().splitlines()]
+    assert {"ruff", "tensorboard", "pyyaml"} <= {*names} and len(names) == len({*names}) and not any("my" in n or n == "os" for n in names)
+    assert any("my_own_rows" in n and "beside train.py" in n for n in _lost(f))
+
+
+@pytest.mark.parametrize("asked,recipe_s,want", [("tensorboard", [], ["tensorboard"]), ("tensorboard", ["mlflow"], ["mlflow"]), (None, [], []), ("none", ["mlflow"], ["mlflow"])])
+def test_a_cell_s_own_trackers_go_along(asked, recipe_s, want):
+    "As the ranks have it: the recipe's, and where it names none the cell's"
+    import transformers
+    from transformers import TrainingArguments
+
+    from shardnb.run.script import _CELL_ARGS, _reports
+    plain = TrainingArguments.__post_init__
+    try:
+        exec(_CELL_ARGS.format(kw="{}", report=_reports(recipe_s), plugin=""), dict(TrainingArguments=TrainingArguments, transformers=transformers))
+        got = TrainingArguments(use_cpu=True, **({"report_to": asked} if asked else {})).report_to
+    finally: TrainingArguments.__post_init__ = plain
+    assert [n for n in got if n != "none"] == want
+
+
+def test_a_json_s_loss_scaling_comes_along(tmp_path):
+    "What an 'auto' fp16 block says otherwise than we would: it counts at fp16, and at a precision that the JSON names it is said to have no effect"
+    from shardnb.plan.override import merge_override
+    from shardnb.plan.recipe import Recipe
+    from shardnb.plan.strategy import Strategy, settings
+    d = dict(zero_optimization=dict(stage=2), fp16=dict(enabled="auto", loss_scale=0, loss_scale_window=500, initial_scale_power=12, min_loss_scale=1), bf16=dict(enabled="auto"))
+    (tmp_path / "ds.json").write_text(json.dumps(d))
+    (tmp_path / "bf16.json").write_text(json.dumps(d | dict(bf16=dict(enabled=True))))
+    r, bf16 = Recipe.from_yaml(tmp_path / "ds.json"), Recipe.from_yaml(tmp_path / "bf16.json")
+    assert r.deepspeed == dict(fp16=dict(enabled="auto", loss_scale_window=500, initial_scale_power=12)) and bf16.deepspeed is None
+    assert sum("has no effect: precision is bf16" in n for n in bf16.notes) == 2
+    facts = dict(hidden_size=64, largest_layer=1000, layer_classes=["LlamaDecoderLayer"], total=5000, trainable=5000)
+    for precision, want in (("fp16", (True, 500, 12)), ("bf16", (False, None, None))):
+        q = r.replace(model="tiny", dataset="demo", precision=precision).resolve(2, True, True)
+        block = merge_override(settings(q.strategy, q, facts, 2, True), q, Strategy.parse(q.strategy))["deepspeed"]["fp16"]
+        assert (block["enabled"], block.get("loss_scale_window"), block.get("initial_scale_power")) == want
+
+
+def test_liger_s_package_is_asked_for_where_there_is_a_gpu():
+    from importlib.util import find_spec
+
+    from shardnb.plan.problem import RecipeError
+    from shardnb.plan.recipe import Recipe
+    from shardnb.run.models import liger_problems
+    r = Recipe(model="tiny", dataset="demo", strategy="ddp", use_liger_kernel=True)
+    assert len(liger_problems(r, True)) == (find_spec("liger_kernel") is None) and liger_problems(r, False) == liger_problems(Recipe(), True) == []
+    assert all("pip install liger-kernel" in p.message for p in liger_problems(r, True))
+    with pytest.raises(RecipeError, match="Liger's kernels need a GPU"): r.resolve(2)
+
+
+@pytest.mark.parametrize("name", ["cpuadam", "DeepSpeedCPUAdam", "deepspeed_cpu_adam"])
+def test_cpu_adam_is_told_what_stands_in_for_it(name):
+    from shardnb.plan.problem import RecipeError
+    from shardnb.plan.recipe import Recipe
+    with pytest.raises(RecipeError, match="has to be compiled.*optim-cpu.*adamw_torch"): Recipe(optim=name, strategy="zero3+optim-cpu")
+
+
 MADE = "train_dataset = [dict(prompt='1 + 1 is', completion='2')] * 8"
 OWN = MADE + "\nfrom transformers import AutoModelForCausalLM\nmodel = AutoModelForCausalLM.from_pretrained(base)"
 

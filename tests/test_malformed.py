@@ -226,3 +226,53 @@ def test_all_problems_come_together():
         Recipe(model="tiny", micro_bacth=2, precision="fp61", grad_accum=0, strategy="fsdp+optim-cpu", max_steps=True, warmup_ratio=.1, warmup_steps=3)
     assert {p.field for p in e.value.problems} == {"micro_bacth", "precision", "grad_accum", "strategy", "max_steps", "warmup_steps"}
     assert str(e.value).startswith("6 problems\n")
+
+
+def problem(f, *args):
+    with pytest.raises(RecipeError) as e: f(*args)
+    assert len(e.value.problems) == 1
+    return str(e.value)
+
+
+def test_numbers_of_yaml_mean_what_people_read():
+    "YAML 1.1 has 010 for 8 and 1:30 for 90"
+    steps = lambda text: Recipe.from_yaml(f"max_steps: {text}").max_steps
+    assert [steps(t) for t in ("010", "0x10", "1_000", "+7")] == [10, 16, 1000, 7]
+    assert "'1:30' is not a whole number" in problem(steps, "1:30")
+    assert problem(Recipe.from_yaml, "seed: 5000000000") == "seed: 5000000000 is not at most 4294967295; did you mean '4294967295'?"
+
+
+def test_a_document_that_unfolds_without_end_and_a_folder():
+    lines = ["a: &a [1,1,1,1,1,1,1,1]"] + [f"{b}: &{b} [{','.join([f'*{a}'] * 8)}]" for a, b in zip("abcdefghijklmno", "bcdefghijklmnop", strict=True)]
+    assert "unfold to more than" in problem(Recipe.from_yaml, "\n".join(lines))
+    assert "'.' is a folder" in problem(Recipe.from_yaml, ".")
+
+
+@pytest.mark.parametrize("line", ["--nproc 2 --nproc 3", "-n 2 --nproc 2", "--packing --no-packing"])
+def test_an_option_given_twice(line):
+    from shardnb.ui.options import OptionParser, add_recipe_options, parse_options
+    assert "given twice on this line" in problem(parse_options, add_recipe_options(OptionParser(prog="x")), line.split())
+
+
+@pytest.mark.parametrize("what", ["plan", "predict", "pick", "train"])
+def test_everybody_takes_a_recipe_in_the_same_forms(what):
+    import shardnb
+    f = getattr(shardnb, what)
+    assert "there is no file or folder 'nothere.yaml'" in problem(f, "nothere.yaml")
+    assert "3 is neither a path nor YAML text" in problem(f, 3)
+    assert "did you mean 'dataset'" in problem(f, dict(model="tiny", datset="demo"))
+
+
+def test_what_is_allowed_is_said_even_where_its_letters_stand_in_another_word():
+    from shardnb.plan.problem import Problem
+    assert str(Problem("out", "b", "the cell makes no b", "a")) == "out: the cell makes no b; allowed: a"
+
+
+def test_a_run_goes_on_with_its_model(tmp_path):
+    from types import SimpleNamespace
+
+    from shardnb.run.resumption import resume_problems
+    run = SimpleNamespace(ended=True, plan={}, id="x")
+    ckpt = SimpleNamespace(path=tmp_path, strategy="ddp", step=1)
+    told = lambda old, new: [p.field for p in resume_problems(run, Recipe(model=old, strategy="ddp", nproc=1), Recipe(model=new, strategy="ddp", nproc=1), ckpt)]
+    assert told("tiny", "demo") == ["model"] and told("tiny", "tiny") == told("tiny", str(tmp_path)) == []

@@ -15,11 +15,11 @@ from waiting import within
 
 from shardnb.run.event import EventWriter
 from shardnb.run.handle import Run
-from shardnb.run.rundir import RunDir
+from shardnb.run.rundir import RunDir, read_json, write_json
 from shardnb.ui import charts as C
 from shardnb.ui import front as F
 from shardnb.ui import panel as P
-from shardnb.ui.card import header_html, log_html, notes_html, settings_html, shards_html, stall_html, summary
+from shardnb.ui.card import header_html, log_html, notes_html, settings_html, shards_html, stall_html, summary, text_line
 from shardnb.ui.figures import png
 from shardnb.ui.front import close_all
 from shardnb.ui.outlet import Outlet
@@ -226,6 +226,23 @@ def test_the_two_peaks_are_told_apart(tmp_path):
     assert summary(run)["peak"] == 4 * 2**30 and "(after the second step; 4.00 GiB counts the first two)" in header_html(run)
 
 
+def test_a_loop_that_tells_no_tokens_has_no_speed(tmp_path):
+    run = Run(RunDir.create("model: tiny\nnproc: 1\n", plan={"nproc": 1}, home=tmp_path))
+    EventWriter(run.rundir.event_path(0), 0).write("step", step=1, loss=2., step_s=.1)
+    longrun.alive(run.rundir)
+    assert "nan" not in header_html(run) + text_line(run) + C.tile_text(run, "speed") and "100 ms" in header_html(run)
+    said = [t.get_text() for t in C.tile(run, "speed").axes[0].texts]
+    assert len(said) == 1 and "log(tokens=" in said[0]
+
+
+def test_a_rank_that_falls_silent_is_told_although_no_event_comes(panel, small):
+    p = panel()
+    write_json(small.rundir.state_path, read_json(small.rundir.state_path) | {"stalled": [1]})
+    p._refresh()
+    assert "rank 1 has given no sign of life" in p.header.value
+    p.close()
+
+
 def test_settings_are_those_that_rank_0_read_back(tmp_path):
     run = Run(RunDir.create("model: tiny\nnproc: 2\n", plan={"nproc": 2, "settings": {"planned": 1}}, home=tmp_path))
     EventWriter(run.rundir.event_path(1), 1).write("effective", settings={"who": "rank 1"})
@@ -384,6 +401,15 @@ def test_what_goes_wrong_behind_a_button_is_said(panel, monkeypatch):
         button.click()
         assert "No space left" in p.said.value and not button.disabled
     p.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_button_works_again_whatever_went_wrong_behind_it():
+    def broken(error): raise RuntimeError("nobody is there to hear it")
+    busy, then = threading.Lock(), threading.Event()
+    F.behind(lambda: 1 / 0, broken, busy)
+    until(lambda: not busy.locked())
+    assert F.behind(then.set, broken, busy) and then.wait(10)
 
 
 def test_a_slow_look_is_followed_by_a_short_pause(panel, monkeypatch):

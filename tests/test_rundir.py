@@ -9,7 +9,7 @@ import pytest
 
 from shardnb.run.event import EventReader, EventWriter
 from shardnb.run.handle import Run
-from shardnb.run.rundir import RunDir, RunNotFound
+from shardnb.run.rundir import RunDir, RunNotFound, write_json
 
 OUTSIDE = ["../runs", "..", ".", "", "/etc", "a/../../b", "a/b", "a\\b", "~", ".hidden", "x" * 200, "a\x00b", "a\nb", "%2e%2e", "a b", "$HOME", None, 3]
 
@@ -97,3 +97,20 @@ def test_a_file_in_bad_order_is_still_a_run(tmp_path):
     EventWriter(rundir.event_path(0), 0).write("step", step=1, loss=1.)
     run = Run(rundir)
     assert run.metrics.step.tolist() == [1] and run._readers[0].bad == 4
+
+
+def test_half_files_of_a_power_cut_are_no_files(tmp_path, monkeypatch):
+    "What was renamed into its place and didn't reach the disk is empty"
+    from shardnb.run import pool
+    from shardnb.run.explain import first_cause
+    from shardnb.run.failure import RunError
+    from shardnb.run.remedy import advised
+    rundir = RunDir.create("model: tiny\n", plan={}, home=tmp_path / "home")
+    for p in (rundir.error_path(0), rundir.errors_path / "advice.json"): p.touch()
+    write_json(rundir.error_path(1), {"rank": 1, "type": "ValueError", "message": "a bad batch", "time": 1., "secondary": False})
+    assert first_cause(rundir, {0: 1, 1: 1})["message"] == "ValueError: a bad batch"
+    assert advised(rundir, RunError(topic="memory")).suggestions == []
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    (pool._top() / "a").mkdir()
+    (pool._top() / "a" / "pool.json").touch()
+    assert pool.pools() == []

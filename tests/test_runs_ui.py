@@ -113,10 +113,10 @@ def test_the_command_asks(capsys, monkeypatch):
 
 def test_two_hundred_runs_stay_quick_and_bounded():
     for i in range(210): made(("done", "failed", "stopped")[i % 3], step=i).rundir.reserve_path.unlink()
-    began, before = time.perf_counter(), len(_instances)
+    began, before = time.process_time(), len(_instances)
     t = RunTable().build()
     t.refresh()
-    first, widgets = time.perf_counter() - began, len(_instances) - before
+    first, widgets = time.process_time() - began, len(_instances) - before
     assert t.total == 210 and len(t.list.children) == 10 and "1 to 10 of 210" in t.where.value and t.newer.disabled
     began = time.process_time()
     for _ in range(10): t.refresh()
@@ -127,7 +127,7 @@ def test_two_hundred_runs_stay_quick_and_bounded():
     assert "20 of 210 runs" in bundle["text/html"] and len(json.dumps(bundle)) < 50_000
     t.close()
     assert len(_instances) == before
-    print(f"first page {first * 1000:.0f} ms, {widgets} widgets, a look {look * 1000:.1f} ms of CPU")
+    print(f"first page {first * 1000:.0f} ms of CPU, {widgets} widgets, a look {look * 1000:.1f} ms of CPU")
     assert first < 2 and look < .1
 
 

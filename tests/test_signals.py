@@ -10,7 +10,7 @@ import pytest
 from waiting import within
 
 import shardnb
-from shardnb.run.handle import ENDED
+from shardnb.run.state import ENDED
 from shardnb.run.rundir import RunDir
 
 LONG = "--model tiny --dataset demo --strategy ddp --nproc 1 --max-steps 100000 --max-length 64 --micro-batch 1 --grad-accum 1".split()
@@ -81,7 +81,6 @@ def test_a_second_sigterm_leaves_at_once(training):
     try:
         p.send_signal(signal.SIGTERM)
         until(lambda: run.rundir.stop_requested())
-        time.sleep(1)
         p.send_signal(signal.SIGTERM)
         out, _ = p.communicate(timeout=10)
     finally:

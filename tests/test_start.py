@@ -15,7 +15,7 @@ from shardnb.plan.recipe import Recipe
 from shardnb.run import pool
 from shardnb.run.checkpoint import Checkpoint, whole_folder
 from shardnb.run.handle import Run
-from shardnb.run.launch import LocalLauncher, rank_env
+from shardnb.run.launch import LocalLauncher, Supervisor, rank_env
 from shardnb.run.process import alive, clean_env, proc_id
 from shardnb.run.rundir import RunDir, read_json, write_json
 
@@ -138,6 +138,15 @@ def test_a_step_of_the_clock_kills_nobody(monkeypatch):
     assert not alive({"pid": me["pid"], "create_time": me["create_time"]})  # one that was written without its ticks
 
 
+def test_a_clock_that_is_set_forward_ends_no_save(tmp_path, monkeypatch):
+    "Nor a laptop that sleeps after Stop: the ranks' 120 s are those in which they could work"
+    monkeypatch.delenv("SHARDNB_STOP_GRACE", raising=False)
+    rd = RunDir.create("model: tiny\n", plan={"nproc": 2}, home=tmp_path)
+    sup = Supervisor(rd, "no module")
+    sup._obey(rd.request_stop() | {"t": time.time() - 125})
+    assert sup.state == "stopping" and sup.note is None
+
+
 def test_folders_beside_the_libraries_are_passed_on(tmp_path, monkeypatch):
     "A prefix is /usr for a system's Python, and not all below it is Python's own"
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
@@ -198,6 +207,18 @@ def test_a_package_that_is_installed_meanwhile_ends_the_pool(tmp_path, monkeypat
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="there is no pool")
+def test_a_supervisor_that_ends_before_its_first_word_loses_the_run(tmp_path, monkeypatch):
+    "Else it would be starting for as long as the pool lives"
+    def fork(*args, meet, **kw):
+        meet(proc_id())   # the pool lives
+        return {"pid": 2**22 + 1, "create_time": 0.}
+    monkeypatch.setattr("shardnb.run.launch.fork", fork)
+    monkeypatch.setattr("shardnb.run.state.STALE", -1)
+    rd = RunDir.create("model: tiny\n", plan={"nproc": 2}, home=tmp_path)
+    LocalLauncher().start(rd)
+    assert Run(rd).state == "lost"
+
+
 def test_a_run_that_waits_names_the_pool_it_waits_for(tmp_path, monkeypatch):
     "Another pool's life says nothing about it"
     seen = []

@@ -6,6 +6,7 @@ from waiting import within, word
 
 from shardnb.run.handle import Run
 from shardnb.run.launch import LocalLauncher
+from shardnb.run.output import claim
 from shardnb.run.process import alive
 from shardnb.run.rundir import RunDir, read_json
 
@@ -19,15 +20,17 @@ class Started:
     "Runs of a test"
     def __init__(self): self.runs = []
 
-    def start(self, do="", rank=1, steps=10_000, nproc=2, home=None, env=ENV, **test):
+    def start(self, do="", rank=1, steps=10_000, nproc=2, home=None, env=ENV, output_dir=None, **test):
         "Start a run whose rank `rank` does `do` at its third step"
-        rundir = RunDir.create("model: tiny\n", plan={"strategy": "ddp", "nproc": nproc, "world_size": nproc, "env": env, "test": {"do": do, "rank": rank, "steps": steps, **test}}, home=home)
+        rundir = RunDir.create("model: tiny\n", plan={"strategy": "ddp", "nproc": nproc, "world_size": nproc, "env": env, "output_dir": output_dir, "test": {"do": do, "rank": rank, "steps": steps, **test}}, home=home)
         self.runs.append(Run(rundir))
+        if output_dir: claim(output_dir, rundir)
         LocalLauncher("unruly_worker").start(rundir)
         return self.runs[-1]
 
     def end(self):
-        for run in self.runs: run.kill()
+        for run in self.runs:
+            if run.rundir.path.exists(): run.kill()
 
 
 def tell(run):

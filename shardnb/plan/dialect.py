@@ -7,9 +7,9 @@ Docs: https://shardnb.github.io/shardnb/plan/dialect.html.md"""
 # %% auto #0
 __all__ = ['FLAT', 'is_deepspeed', 'deepspeed_fields', 'canonical']
 
-# %% ../../nbs/plan/03_dialect.ipynb #68965e8a
+# %% ../../nbs/plan/03_dialect.ipynb #3406e118
 from .problem import Problem, RecipeError, nearest, unknown_word
-from .strategy import _parse_strategy
+from .strategy import _parse_strategy, _precision_block
 from .recipe import Recipe, unknown_key
 
 # %% ../../nbs/plan/03_dialect.ipynb #9efb2fa0
@@ -146,12 +146,18 @@ def _odd_keys(flat, problems, notes):
             where, _ = flat.pop(k)
             if why: notes.append(f"{where} is not needed: {why}")
 
-# %% ../../nbs/plan/03_dialect.ipynb #92dc1054
+# %% ../../nbs/plan/03_dialect.ipynb #706a5d00
 def is_deepspeed(
     d, # a mapping
 ) -> bool: # True: DeepSpeed would take it
     "Whether a mapping is a DeepSpeed JSON"
     return isinstance(d, dict) and (isinstance(d.get("zero_optimization"), dict) or "train_micro_batch_size_per_gpu" in d or any(isinstance(d.get(k), dict) for k in ("bf16", "fp16")))
+
+def _scaling(d):
+    "What a JSON's block `fp16`, where it is 'auto', says otherwise than our own would: it counts if the run becomes fp16."
+    block, ours = d.get("fp16"), _precision_block(Recipe(precision="fp16"))["fp16"]
+    if not isinstance(block, dict) or block.get("enabled") != "auto": return {}
+    return {k: v for k, v in block.items() if k != "enabled" and v not in ("auto", ours.get(k, False))}
 
 def deepspeed_fields(
     d,         # of `is_deepspeed`
@@ -168,6 +174,9 @@ def deepspeed_fields(
     out["strategy"] = s.name
     for k in ("bf16", "fp16"):
         if k in clean: clean[k] = {"enabled": True} | clean[k]
+    if s.engine == "deepspeed" and (scale := _scaling(d)):
+        if "precision" in out: notes += [f"fp16.{k}={v!r} has no effect: precision is {out['precision']}" for k, v in scale.items()]
+        else: clean["fp16"] = {"enabled": "auto"} | scale
     if clean := {k: v for k, v in clean.items() if v != {}}: out["deepspeed"] = clean
     if path := next((p for k in ("offload_optimizer", "offload_param") if (p := _at(d, f"zero_optimization.{k}.nvme_path"))), None): out["nvme_path"] = path
     if autos := [a.removeprefix("deepspeed.") for a in _autos(d)]: notes.append(f"'auto' is worked out when the run is planned: {', '.join(autos)}")

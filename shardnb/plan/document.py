@@ -15,7 +15,7 @@ from .library import library
 from .place import as_path, missing_file, unreadable
 from .problem import Problem, RecipeError, nearest
 
-# %% ../../nbs/plan/01b_document.ipynb #33e0c5e3
+# %% ../../nbs/plan/01b_document.ipynb #d7d1f9fe
 class _Loader(yaml.SafeLoader):
     "Safe YAML that reads 1e-5 as a number and refuses a key given twice."
     def construct_mapping(self, node, deep=False):
@@ -29,7 +29,9 @@ class _Loader(yaml.SafeLoader):
                 for _, entry in v.value:
                     if isinstance(entry, yaml.ScalarNode): entry.tag = "tag:yaml.org,2002:str"
         return super().construct_mapping(node, deep)
-_Loader.yaml_implicit_resolvers = {k: list(v) for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+_INT = "tag:yaml.org,2002:int"
+_Loader.yaml_implicit_resolvers = {k: [r for r in v if r[0] != _INT] for k, v in yaml.SafeLoader.yaml_implicit_resolvers.items()}
+_Loader.add_implicit_resolver(_INT, re.compile(r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F_]+)$"), list("-+0123456789")) # as in YAML 1.2: 1.1 reads 010 as 8 and 1:30 as 90
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(r"[-+]?(\d+\.?\d*|\.\d+)[eE][-+]?\d+$"), list("-+.0123456789"))
 
 # %% ../../nbs/plan/01b_document.ipynb #b5d4f99d
@@ -46,13 +48,14 @@ def _file_text(path, field):
     try: return Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e: raise RecipeError(unreadable(field, path, e)) from None
 
-# %% ../../nbs/plan/01b_document.ipynb #ee6e7d72
+# %% ../../nbs/plan/01b_document.ipynb #4b278007
 def _source_text(source):
     "(text, name) of a path or of YAML text itself."
     one_line = isinstance(source, str) and "\n" not in source
     if not isinstance(source, os.PathLike) and not (one_line and (source.strip().endswith((".yaml", ".yml", ".json")) or not re.search(r"[:{\[]", source))):
         return source, "recipe"
     path = as_path(source)
+    if path.is_dir(): raise RecipeError(Problem("recipe", source, f"'{source}' is a folder", "a .yaml, .yml or .json file in it"))
     if not path.is_file() and str(source) in (known := library()): path = known[str(source)].path
     if not path.is_file(): raise RecipeError(_no_recipe(source))
     return _file_text(path, "recipe"), path.name
@@ -62,6 +65,16 @@ def _no_recipe(source):
     p, known = missing_file("recipe", source, (".yaml", ".yml", ".json")), library()
     close = nearest(source, known)
     return Problem(p.field, p.value, p.message, f"a path that exists, or a recipe of the library: {', '.join(known)}", close) if close and not p.nearest else p
+
+_MOST = 100_000
+def _unfolds(d):
+    "Does YAML hold more values than a recipe ever could? A few lines of aliases of aliases stand for billions."
+    left, n = [d], 0
+    while left and n <= _MOST:
+        v = left.pop()
+        n += 1
+        if isinstance(v, (dict, list)): left += v.values() if isinstance(v, dict) else v
+    return n > _MOST
 
 def read_yaml(
     source,      # a path, or YAML text itself
@@ -75,6 +88,7 @@ def read_yaml(
         where = f" on line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise RecipeError(Problem(name, None, f"broken YAML{where}: {getattr(e, 'problem', None) or str(e).splitlines()[0]}")) from None
     if d is None: d = {}
+    if _unfolds(d): raise RecipeError(Problem(name, None, f"its aliases (*name) unfold to more than {_MOST:,} values", "values that are written out"))
     if not isinstance(d, dict):
         raise RecipeError(Problem(name, d, f"holds a {'list' if isinstance(d, list) else type(d).__name__}, not a mapping of options",
                                   "lines of the form name: value"))

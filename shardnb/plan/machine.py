@@ -7,10 +7,11 @@ Docs: https://shardnb.github.io/shardnb/plan/machine.html.md"""
 # %% auto #0
 __all__ = ['Gpu', 'Link', 'Machine', 'host_limit', 'oom_kills', 'presets']
 
-# %% ../../nbs/plan/05_machine.ipynb #8e40ecc3
+# %% ../../nbs/plan/05_machine.ipynb #f3d81a66
 import os, re, shutil, subprocess, time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from .place import as_path
 from .problem import Problem, RecipeError, nearest
 
 # %% ../../nbs/plan/05_machine.ipynb #beb8bf9b
@@ -36,7 +37,7 @@ class Link:
     def useful(self): return self.bandwidth * _USEFUL[self.kind] # what a collective is assumed to reach
     def __str__(self): return f"{self.kind} {self.bandwidth / 1e9:.3g} GB/s each way"
 
-# %% ../../nbs/plan/05_machine.ipynb #b97621ea
+# %% ../../nbs/plan/05_machine.ipynb #c0f27d85
 _GiB = 2**30
 _LOOPBACK = Link("loopback", 2e9, "assumed: Gloo between processes of one machine")
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class Machine:
     pcie: float|None = None # one direction between a GPU and the host, bytes per second, as stated; None: not known
     host_bandwidth: float|None = None # of host memory, all cores together, bytes per second; None: 10 GB/s a core is assumed
     assumed: tuple = ()     # which of cores, host_bytes and disk_bytes nobody measured or gave: a preset's
+    here: bool = False      # is it the one that this process is on, so that paths are on its disks?
     @property
     def cuda(self): return bool(self.gpus)
     @property
@@ -61,6 +63,13 @@ class Machine:
     def device_bytes(self): return min((g.bytes for g in self.gpus), default=None)
     def threads(self, nproc=None): return max(1, self.cores // max(1, nproc or self.nproc))
     def to_json(self) -> dict: return asdict(self)
+    def with_disk(self,
+        path, # a folder, which need not exist; None: the working directory
+    ) -> "Machine": # this very one where `path` isn't on it
+        "The machine with what is free on the disk of `path`, where an offload to NVMe writes its files."
+        if not path or not self.here: return self
+        p = as_path(path).absolute()
+        return replace(self, disk_bytes=shutil.disk_usage(next(q for q in (p, *p.parents) if q.exists())).free)
     @classmethod
     def from_json(cls, d) -> "Machine":
         "The machine that `to_json` wrote, also after a way through JSON."
@@ -218,7 +227,7 @@ def _link(used, topo="", nvlink="", p2p="", pcie=None, names=()):
     ways = sorted({words[p] for p in pairs if p in words}) # such as PIX, NODE, and NV4 where only some pairs are joined
     return Link("no-p2p" if closed else "pcie", bus, f"nvidia-smi: {', '.join(ways) or 'PCIe'}{', no peer to peer' if closed else ''}")
 
-# %% ../../nbs/plan/05_machine.ipynb #198f299b
+# %% ../../nbs/plan/05_machine.ipynb #25bfa328
 def _ask(*args):
     "What `nvidia-smi` answers, or '' where it doesn't."
     if not shutil.which(_QUERY[0]): return ""
@@ -237,7 +246,7 @@ def _detect(cls) -> Machine: # with the GPUs of CUDA_VISIBLE_DEVICES, and a cont
     pcie = _pcie_rates(_ask_again("--query-gpu=index,pcie.link.gen.max,pcie.link.width.max", "--format=csv,noheader,nounits")) if gpus else {}
     link = _link(used, _ask_again("topo", "-m"), _ask_again("nvlink", "-s"), _ask_again("topo", "-p2p", "r"), pcie, [g.name for g in gpus]) if len(gpus) > 1 else None
     return cls("this machine", gpus, _cores(), _host_bytes(), shutil.disk_usage(".").free, link if gpus else _LOOPBACK,
-               min((pcie[i] for i in used if i in pcie), default=None))
+               min((pcie[i] for i in used if i in pcie), default=None), here=True)
 Machine.detect = classmethod(_detect)
 
 # %% ../../nbs/plan/05_machine.ipynb #4a5adaa4

@@ -185,7 +185,7 @@ def _offload_says(at, place, part, s):
     right = s.base + "".join(sorted(others))
     return Problem(f"{at}.device", place, f"'{place}' contradicts strategy {s.name}", f"{s.offload.get(part, 'none')}, or strategy {right}", right)
 
-# %% ../../nbs/plan/04_override.ipynb #f0deeca8
+# %% ../../nbs/plan/04_override.ipynb #0e076331
 def _zero_rules(z, s, recipe, problems, notes):
     "Checks the `zero_optimization` block; returns what overrides ours."
     at = "deepspeed.zero_optimization"
@@ -204,7 +204,7 @@ def _zero_rules(z, s, recipe, problems, notes):
         elif k in ("zenflow", "legacy_stage1") and v: problems.append(Problem(f"{at}.{k}", v, "shardnb does not drive this part of DeepSpeed", "leave it out"))
         elif k in _INTS: _elements(at, k, v, recipe, s, out, problems, notes)
         elif not _flag(at, k, v, problems): out[k] = v
-    _zero_notes(out, s, notes)
+    _zero_notes(out, notes)
     return out
 
 # %% ../../nbs/plan/04_override.ipynb #5fcfa87d
@@ -230,7 +230,7 @@ def _flag(at, k, v, problems):
     problems.append(Problem(f"{at}.{k}", v, f"{v!r} is not true or false", "true, false"))
     return True
 
-# %% ../../nbs/plan/04_override.ipynb #7333a4c5
+# %% ../../nbs/plan/04_override.ipynb #e1c65003
 def _elements(at, k, v, recipe, s, out, problems, notes):
     "Key `k` counts elements: a whole number, also when JSON writes it 5e8."
     if isinstance(v, bool) or not isinstance(v, (int, float)) or not math.isfinite(v): problems.append(Problem(f"{at}.{k}", v, f"{v!r} is not a number of elements", "a whole number"))
@@ -241,7 +241,7 @@ def _elements(at, k, v, recipe, s, out, problems, notes):
         if k == "reduce_bucket_size" and v > 2e8:
             notes.append(f"{at}.{k} of {v:g} elements holds {v * size / 2**30:.2f} GiB per "
                          f"rank{' for the whole run' if s.stage == 3 else ' during backward'}; a smaller one gives the same result in less memory")
-def _zero_notes(out, s, notes):
+def _zero_notes(out, notes):
     at = "deepspeed.zero_optimization"
     if out.get("overlap_comm"):
         notes.append(f"{at}.overlap_comm is on as asked: with contiguous_gradients it has given wrong gradients (DeepSpeed issues 7188, 5347, 8061) and it "

@@ -8,12 +8,12 @@ Docs: https://shardnb.github.io/shardnb/plan/problem.html.md"""
 __all__ = ['Problem', 'nearest', 'unknown_word', 'not_given', 'missing_package', 'short_count', 'short_bytes', 'ShardnbError',
            'RecipeError', 'PlanError', 'RunFailed']
 
-# %% ../../nbs/plan/00_problem.ipynb #770438a1
-import html
+# %% ../../nbs/plan/00_problem.ipynb #dd6eb5ba
+import html, re
 from dataclasses import dataclass
 from difflib import get_close_matches
 
-# %% ../../nbs/plan/00_problem.ipynb #2fa2ad6e
+# %% ../../nbs/plan/00_problem.ipynb #c46d92fe
 @dataclass(frozen=True)
 class Problem:
     "One thing that is wrong with an input."
@@ -24,7 +24,7 @@ class Problem:
     nearest: str|None = None   # the one right value that is closest to what was given
     def __str__(self):
         parts = [f"{self.field}: {self.message}"]
-        if self.allowed and self.allowed not in self.message: parts.append(f"allowed: {self.allowed}")
+        if self.allowed and not re.search(rf"(?<!\w){re.escape(self.allowed)}(?!\w)", self.message): parts.append(f"allowed: {self.allowed}")
         if self.nearest is not None: parts.append(f"did you mean '{self.nearest}'?")
         return "; ".join(parts)
 

@@ -20,20 +20,25 @@ def secret_name(
     "Whether a variable's name says that its value is a secret"
     return bool(_NAME.search(name))
 
-# %% ../../nbs/plan/00b_secret.ipynb #ef819546
-_seen = {"environment": None, "values": ()}
+# %% ../../nbs/plan/00b_secret.ipynb #4431de0e
+_seen = {"environment": None, "values": (), "holders": ()}
 
 def _telling(value):
     "Whether a value is long and odd enough to be a secret"
     return len(value) >= 8 and not value.startswith(("/", "~", "./")) and not value.isdigit() and not (value.isalpha() and len(value) < 12)
 
-def secret_values() -> tuple: # pairs (value, what is shown in its place), longest first
-    "What the secret variables of this process hold"
+def _look():
+    "What is known about the environment, found anew where it has changed"
     now = getattr(os.environ, "_data", os.environ)  # the dictionary behind it: comparing that decodes nothing
     if now != _seen["environment"]:
-        values = {v for k, v in list(os.environ.items()) if secret_name(k) and _telling(v)}
-        _seen.update(environment=dict(now), values=tuple((v, s if (s := mask_shapes(v)) != v else "***") for v in sorted(values, key=len, reverse=True)))
-    return _seen["values"]
+        held = sorted((k, v) for k, v in list(os.environ.items()) if secret_name(k) and _telling(v))
+        values = tuple((v, s if (s := mask_shapes(v)) != v else "***") for v in sorted({v for _, v in held}, key=len, reverse=True))
+        _seen.update(environment=dict(now), values=values, holders=held)
+    return _seen
+
+def secret_values() -> tuple: # pairs (value, what is shown in its place), longest first
+    "What the secret variables of this process hold"
+    return _look()["values"]
 
 # %% ../../nbs/plan/00b_secret.ipynb #c52ab9fa
 _SHAPES = [
@@ -69,12 +74,12 @@ def mask(
         if value in text: text = text.replace(value, shown)
     return mask_shapes(text)
 
-# %% ../../nbs/plan/00b_secret.ipynb #3d8a80e7
+# %% ../../nbs/plan/00b_secret.ipynb #8d74d0ad
 def secret_holders(
     text:str, # any text
 ) -> list: # names of variables, sorted
     "Which secret variables of this process have their value in `text`"
-    return sorted(k for k, v in list(os.environ.items()) if secret_name(k) and _telling(v) and v in text)
+    return [k for k, v in _look()["holders"] if v in text]
 
 # %% ../../nbs/plan/00b_secret.ipynb #07a66c0b
 def masked(

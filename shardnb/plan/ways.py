@@ -14,7 +14,7 @@ from .problem import PlanError, Problem, RecipeError
 from .strategy import STRATEGIES, Strategy
 from .traffic import communication, step_seconds
 
-# %% ../../nbs/plan/07b_ways.ipynb #9e304c8b
+# %% ../../nbs/plan/07b_ways.ipynb #32e1582f
 _GiB = 2**30
 _ROOM, _HOST_FULL, _HOST_ROOM = .92, .95, .80 # shares of the host's memory: of CPU ranks, of an offload that can't and of one that barely can
 LIBRARIES = {False: 400 << 20, True: 2 << 30} # bytes that a rank has on the host for itself before any model, on a CPU and beside a GPU: Python, torch, Transformers, the engine; measured on CPU ranks: 400 to 408 MiB, and 56 to 80 when the pool has them already
@@ -40,12 +40,12 @@ def verdict(
     host = (b.host_peak + spare) * n if machine.cuda and b.host_peak else 0
     if host > _HOST_FULL * machine.host_bytes:
         return "no", f"fits the GPU with {_gib(need)} GiB, but {n} ranks' offload needs {_gib(host)} GiB of host memory where there are {_gib(machine.host_bytes)}"
-    if 0 < machine.disk_bytes < files: return "no", f"fits in memory, but {n} ranks' offload writes {_gib(files)} GiB to files, and the working directory's disk has {_gib(machine.disk_bytes)} free"
+    if 0 < machine.disk_bytes < files: return "no", f"fits in memory, but {n} ranks' offload writes {_gib(files)} GiB to files, and the disk has {_gib(machine.disk_bytes)} free"
     if most > room: return "tight", f"{_gib(b.peak)} GiB are allocated and {f'{_gib(need)} to' if machine.cuda else 'up to'} {_gib(most)} used, of {_gib(limit)}; {part}"
     if host > _HOST_ROOM * machine.host_bytes: return "tight", f"the offload takes {_gib(host)} of {_gib(machine.host_bytes)} GiB of host memory"
     return "yes", f"up to {_gib(most)} of {_gib(limit)} GiB; {part}" + (f"; {_gib(files)} GiB of disk" if files else "")
 
-# %% ../../nbs/plan/07b_ways.ipynb #470442a4
+# %% ../../nbs/plan/07b_ways.ipynb #7514f105
 OFFERED = [*STRATEGIES, "zero2+optim-cpu", "zero3+optim-cpu", "zero3+optim-cpu+param-cpu", "fsdp+param-cpu"]
 _LADDER = ["ddp", "zero1", "zero2", "fsdp", "zero3", "fsdp-grad-op"]  # from the plainest on
 
@@ -90,7 +90,7 @@ class _Ways:
         return self._row(strategy, nproc, changes, done, b)
 
     def _row(self, strategy, nproc, changes, done, b):
-        fits, why = verdict(b, self.machine, nproc)
+        fits, why = verdict(b, self.machine.with_disk(done.nvme_path) if b.disk else self.machine, nproc)
         same = done.tuning == self.plain.tuning                # facts are of another model otherwise
         sent = communication(strategy, done, self.facts, nproc, self.machine.cuda) if same else None
         t = step_seconds(strategy, done, self.facts, self.machine, nproc, self.link, sent) if same else None

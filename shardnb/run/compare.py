@@ -7,17 +7,19 @@ Docs: https://shardnb.github.io/shardnb/run/compare.html.md"""
 # %% auto #0
 __all__ = ['SETTLED', 'COLUMNS', 'STRATEGIES', 'row_of', 'Comparison', 'compare']
 
-# %% ../../nbs/run/13_compare.ipynb #b1fef2d5
+# %% ../../nbs/run/13_compare.ipynb #6d42e4ab
 import time
 from dataclasses import replace
 from typing import TYPE_CHECKING
 from ..plan.memory import CATEGORIES
 from ..plan.problem import Problem, RecipeError, ShardnbError, nearest
 from ..plan.strategy import Strategy
+from ..plan.recipe import as_recipe
 from .cell import Cell
-from .handle import ENDED, Run
+from .handle import Run
 from .registry import attach
-from .start import as_recipe, checked, offered_variables, train
+from .start import checked, offered_variables, train
+from .state import ENDED
 if TYPE_CHECKING: import matplotlib.figure, pandas  # imported late: `import shardnb` stays light
 
 # %% ../../nbs/run/13_compare.ipynb #c4f812dd
@@ -109,7 +111,7 @@ class Comparison:
         from shardnb import upstairs
         return upstairs("Comparison.figure")(self)
 
-# %% ../../nbs/run/13_compare.ipynb #3967bae3
+# %% ../../nbs/run/13_compare.ipynb #b71219e7
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp")
 
 def _strategies(given):
@@ -125,7 +127,7 @@ def _strategies(given):
 
 def _steps(steps):
     if isinstance(steps, int) and not isinstance(steps, bool) and steps > SETTLED: return []
-    return [Problem("steps", steps, f"isn't a whole number above {SETTLED}: the first {SETTLED} steps hold what is allocated once, and are left out", f"at least {SETTLED + 1}", "10")]
+    return [Problem("steps", steps, f"isn't a whole number above {SETTLED}: the first {SETTLED} steps hold what is allocated once, and are left out", f"at least {SETTLED + 1}", str(SETTLED + 1))]
 
 def _follow(run, steps, comparison, on_change):
     "Wait for the end of a run, telling what is new; True when an interrupt ended it"

@@ -8,7 +8,7 @@ Docs: https://shardnb.github.io/shardnb/run/data.html.md"""
 __all__ = ['has_markers', 'tokenize', 'load_rows', 'row_lengths', 'tokenize_rows', 'as_dataset', 'pad_to_full_batches',
            'order_indices', 'RowOrder', 'collator_for']
 
-# %% ../../nbs/run/06_data.ipynb #1c291d78
+# %% ../../nbs/run/06_data.ipynb #7e6a1edd
 import hashlib
 import json
 from collections.abc import Callable, Iterator
@@ -21,6 +21,7 @@ from .builtin import build_once, cache_dir
 from .demo import PINNED, demo_note
 from .formats import RowError, raw_rows, rows
 from .formats import check_dataset as check_dataset, format_of as format_of   # offered here too
+from .kept import thin_rows, touch
 
 # %% ../../nbs/run/06_data.ipynb #c2058f7e
 def _render(tok, messages: list[dict], **kw): # text; token ids where the tokenizer doesn't know which characters a token stands for
@@ -232,7 +233,7 @@ def _build_rows(recipe, tok, folder: Path, on_progress: Callable|None, given=Non
     for left in (raw, *folder.glob("cache-*.arrow")): left.unlink()   # packing writes files of its own on the way
     (folder/"stats.json").write_text(json.dumps({**stats, "notes": _notes(recipe, stats)}), encoding="utf-8")
 
-# %% ../../nbs/run/06_data.ipynb #80986723
+# %% ../../nbs/run/06_data.ipynb #43623640
 @contextmanager
 def _no_bars():
     "Without the progress bars of datasets: progress goes to `on_progress`"
@@ -246,8 +247,12 @@ def _no_bars():
 def _kept_rows(recipe, tok, source: list, on_note, on_progress, given=None): # (train, eval or None)
     "Tokenized rows out of the cache, put there first when need be"
     import datasets
-    with _no_bars():
-        folder = build_once(cache_dir()/"rows"/_key(recipe, tok, source), lambda part: _build_rows(recipe, tok, part, on_progress, given))
+    folder = cache_dir()/"rows"/_key(recipe, tok, source)
+    def build(part):
+        _build_rows(recipe, tok, part, on_progress, given)
+        thin_rows(folder.parent)
+    touch(folder)   # before it is looked for: what is asked for isn't removed
+    with _no_bars(): build_once(folder, build)
     for note in json.loads((folder/"stats.json").read_text(encoding="utf-8"))["notes"]:
         if on_note: on_note(note)
     train, held = folder/"train", folder/"eval"

@@ -14,7 +14,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 if TYPE_CHECKING: import pandas  # imported late: `import shardnb` stays light
 
-# %% ../../nbs/run/11c_digest.ipynb #d2e34964
+# %% ../../nbs/run/11c_digest.ipynb #2bdcfb2d
 METRICS = ["step", "epoch", "loss", "lr", "grad_norm", "tokens", "step_s", "data_s", "forward_s", "backward_s", "comm_s", "optimizer_s", "tokens_per_s", "time"]
 
 _NAN = float("nan")
@@ -42,12 +42,10 @@ class Steps:
         cut = [a[-last:] if last else a for a in self.columns.values()]
         return [{c: v for c, v in zip(self.columns, row) if v == v} for row in zip(*cut)]
 
-    def table(self,
-        last:int=None, # only so many; None: all
-    ) -> "pandas.DataFrame": # columns `METRICS`
+    def table(self) -> "pandas.DataFrame": # columns `METRICS`
         "One row per step"
         import numpy as np, pandas as pd
-        df = pd.DataFrame({c: np.array(self.columns[c][-last:] if last else self.columns[c], dtype=float) for c in METRICS}, columns=METRICS)
+        df = pd.DataFrame({c: np.array(self.columns[c], dtype=float) for c in METRICS}, columns=METRICS)
         return df.astype({"step": "int64", "tokens": "Int64"})
 
 # %% ../../nbs/run/11c_digest.ipynb #a20b4ca1

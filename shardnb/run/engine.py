@@ -36,7 +36,7 @@ def unwrap(
     while hasattr(model, "module") and isinstance(model.module, torch.nn.Module): model = model.module
     return model
 
-# %% ../../nbs/run/04_engine.ipynb #d4ebafab
+# %% ../../nbs/run/04_engine.ipynb #fba60bca
 class Engine:
     "What every engine does the same way; the subclasses hold what differs."
     def __init__(self,
@@ -74,6 +74,7 @@ class Engine:
     lean = False # can one rank load the weights and hand them on when they are cut?
     sync_each_batch = False # are gradients reduced after every micro-batch, and not only after the last?
     cpp_reducer = False # are gradients reduced in C++, where no clock sees the waiting?
+    from_python = False # does Python start all of its collectives?
 
     def whole(self, t): # t: any tensor of the cell; a collective where the engine shards it
         "The whole tensor, on every rank."
@@ -153,10 +154,11 @@ class DDPEngine(Engine):
 
     def before_wrap(self, accelerator, model): accelerator.ddp_handler = self._handler() # Trainer passes none of these options on
 
-# %% ../../nbs/run/04_engine.ipynb #9df564ae
+# %% ../../nbs/run/04_engine.ipynb #5c21cfbe
 class DeepSpeedEngine(Engine):
     "ZeRO: stage 1 shards the optimizer, stage 2 gradients too, stage 3 parameters too."
     name = "deepspeed"
+    from_python = True
     casts_adapters = False # it gathers parameters of one dtype together
 
     @property

@@ -7,14 +7,14 @@ Docs: https://shardnb.github.io/shardnb/run/explain.html.md"""
 # %% auto #0
 __all__ = ['signal_name', 'is_secondary', 'write_error', 'last_seen', 'first_cause', 'left_early']
 
-# %% ../../nbs/run/11_explain.ipynb #c6ef495e
+# %% ../../nbs/run/11_explain.ipynb #cbdcf74b
 import re, resource, signal, sys, time, traceback
 from dataclasses import asdict, replace
 from pathlib import Path
 from ..plan.machine import host_limit
 from .event import EventReader
 from .failure import RunError
-from .rundir import RunDir, read_json, write_json
+from .rundir import RunDir, last_lines, read_json, read_whole, write_json
 from .translate import translate
 
 # %% ../../nbs/run/11_explain.ipynb #e871e6f7
@@ -75,7 +75,7 @@ def _shown(exc):
     return "".join(te.format())
 _OURS_NAME = RunDir.__module__.split(".")[0] + "."
 
-# %% ../../nbs/run/11_explain.ipynb #6a117670
+# %% ../../nbs/run/11_explain.ipynb #663c6888
 def _limits(observer):
     "Bytes of the device, of the host for all ranks, of addresses of this process where it has a limit of its own, and those of them that are left; None: not known, or none"
     device, most = getattr(getattr(observer, "engine", None), "device", None), resource.getrlimit(resource.RLIMIT_AS)[0]
@@ -125,12 +125,12 @@ def last_seen(
 ) -> tuple: # (phase, step) as far as its events tell
     "Where a rank was when it was last heard of"
     phase, step = None, None
-    for e in EventReader(rundir.event_path(rank)).read():
-        if e["kind"] == "phase" and e.get("state") == "begin": phase = e.get("phase")
+    for e in EventReader(rundir.event_path(rank), kinds=("phase", "step")).each():
         if e["kind"] == "step": step = e.get("step")
+        elif e.get("state") == "begin": phase = e.get("phase")
     return phase, step
 
-# %% ../../nbs/run/11_explain.ipynb #617cc0f0
+# %% ../../nbs/run/11_explain.ipynb #77425052
 _FOR = [
     ("logits", r"loss_utils|cross_entropy|nll_loss|in ForCausalLMLoss|lm_head|chunked_nll"),
     ("optimizer", r"torch/optim/|_init_group|DeepSpeedCPUAdam|in initialize_optimizer_states"),
@@ -168,8 +168,7 @@ def _memory_sentence(e, what):
 def _last_memory(rundir, rank):
     "({place: {category: bytes}}, bytes on the host with the interpreter) of a rank when it was measured last; (None, None) when it never was"
     by = {}
-    for e in EventReader(rundir.event_path(rank)).read():
-        if e["kind"] == "memory": by[e["place"]] = {c: n for c, n in e["bytes"].items() if c != "total"}
+    for e in EventReader(rundir.event_path(rank), kinds=("memory",)).each(): by[e["place"]] = {c: n for c, n in e["bytes"].items() if c != "total"}
     return by or None, sum(sum(b.values()) for b in by.values()) or None
 
 _LESS = "micro_batch smaller with more grad_accum: the same global batch\nactivation_checkpointing true\nfewer ranks, or a strategy that shards more"
@@ -184,7 +183,7 @@ def _killed(rundir, rank, oom_kill):
     if oom_kill is None: return "killed from outside, perhaps for lack of memory, which nothing here counts" + (f"; {seen}" if seen else ""), f"see `dmesg`: it names what the kernel killed\n{_LESS}\n{_ON}", None
     return "killed from outside, not by the kernel for lack of memory: its control group counted no such kill" + (f"; {seen}" if seen else ""), f"ask who ended it: a person, a batch system, or a watchdog such as systemd-oomd\n{_ON}", None
 
-# %% ../../nbs/run/11_explain.ipynb #7ca11799
+# %% ../../nbs/run/11_explain.ipynb #a8167a4b
 def _bare(e, known):
     "The original words: the line that was recognised, else the message as far as it is short"
     said = e["message"].strip()
@@ -196,11 +195,11 @@ def _bare(e, known):
 _STAY = "every rank must come to the end of the cell: look for sys.exit(), exit() or os._exit() that only some ranks meet"
 
 def _from_file(e, oom_kill=None):
-    if e["type"] == "SystemExit": return RunError(e["rank"], e.get("phase"), e.get("step"), "left early", f"rank {e['rank']} left early: its code called sys.exit({e['message'].strip()}) before the run was over, and the others would have waited for it for ever",
+    if e["type"] == "SystemExit": return RunError(e["rank"], e.get("phase"), e.get("step"), "left early", f"rank {e['rank']} left early: its code called sys.exit({'' if e['message'].strip() in ('None', 'SystemExit') else e['message'].strip()}) before the run was over, and the others would have waited for it for ever",
                                                   _STAY, e.get("shown") or e.get("traceback"), e.get("cell_line"), e.get("cell_text"))
     if e.get("ours"): # our own words are plain already; what they came from may have a remedy
         known = e.get("from") and translate(e["from"])
-        said = _bare(e, None)
+        said = e["message"].strip()
         return RunError(e["rank"], e.get("phase"), e.get("step"), e["type"], said, known and known.advice, e.get("shown"), e.get("cell_line"), e.get("cell_text"), known and known.name, e.get("memory"), e.get("limit"))
     known = translate(f"{e['type']}: {e['message']}")
     bare, what = _bare(e, known), known and known.what
@@ -216,7 +215,7 @@ def _from_code(rundir, rank, code, oom_kill=None):
         what, fix, topic = _killed(rundir, rank, oom_kill) if name == "SIGKILL" else (*_SIGNALS.get(name, ("ended by a signal", None)), None)
         return RunError(rank, phase, step, name, f"rank {rank} was ended by {name}: {what}", fix, topic=topic, breakdown=_last_memory(rundir, rank)[0], limit={"device": None, "host": host_limit()})
     log = rundir.log_path(rank)
-    tail = [line for line in log.read_text(errors="replace").splitlines()[-20:] if line.strip()] if log.exists() else []
+    tail = [line for line in last_lines(log, 20) if line.strip()] if log.exists() else []
     known = translate("\n".join(tail))
     return RunError(rank, phase, step, f"exit code {code}", f"rank {rank} left with exit code {code}" + (f"; {known.what}" if known else "") + (f"; its last words: {tail[-1]}" if tail else " and said nothing"),
                     known and known.advice, topic=known and known.name)
@@ -234,7 +233,7 @@ def first_cause(
     oom_kill:int=None, # how many processes the kernel killed for lack of memory meanwhile; None: nothing counts them
 ) -> dict: # fields of `RunError`
     "The error that the others followed from"
-    errors = sorted((e for p in rundir.errors_path.glob("rank*.json") if (e := read_json(p))), key=lambda e: e["time"])
+    errors = sorted((e for p in rundir.errors_path.glob("rank*.json") if (e := read_whole(p))), key=lambda e: e["time"])
     own = [e for e in errors if not e["secondary"]]
     silent = [r for r in (first or returncodes) if returncodes.get(r) and not rundir.error_path(r).exists()]
     killed = [r for r in silent if signal_name(returncodes[r]) and (first or signal_name(returncodes[r]) != "SIGTERM")]

@@ -7,8 +7,8 @@ Docs: https://shardnb.github.io/shardnb/run/export.html.md"""
 # %% auto #0
 __all__ = ['SMALL', 'CHECKED', 'facts_of', 'write_project', 'Project', 'exported']
 
-# %% ../../nbs/run/15_export.ipynb #0692d9ee
-import html, json, os, shutil
+# %% ../../nbs/run/15_export.ipynb #c22ea8bd
+import ast, html, json, os, platform, shutil, sys
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.util import find_spec
@@ -188,7 +188,7 @@ def _write_rows(f, out):
         return "shipped as they were prepared for the run, in rows/"
     return f"made by prepare.py; checked when this was written: the first {n} rows have the same tokens and labels as the run's"
 
-# %% ../../nbs/run/15_export.ipynb #901cd974
+# %% ../../nbs/run/15_export.ipynb #d71564d8
 _ENV = ("OMP_NUM_THREADS", "TOKENIZERS_PARALLELISM", "GLOO_SOCKET_IFNAME", "DS_ACCELERATOR", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
 
 def _sharding_files(f, out):
@@ -224,6 +224,14 @@ def _extras(recipe):
     return [_here(need) for n in trackers if (need := _TRACKERS.get(n))] + [_here(("flash_attn", "flash_attn_interface", "kernels"))] * (recipe.attn_implementation or "").startswith("flash") \
         + ["liger-kernel"] * recipe.use_liger_kernel + ["bitsandbytes"] * (recipe.optim == "adamw_8bit")
 
+def _of_cell(text):
+    "(packages that a cell imports or that its arguments name as trackers, modules it imports that no package here brings)"
+    nodes = list(ast.walk(ast.parse(text or "")))
+    modules = [a.name for n in nodes if isinstance(n, ast.Import) for a in n.names] + [n.module for n in nodes if isinstance(n, ast.ImportFrom) and not n.level]
+    named = [c.value for n in nodes if isinstance(n, ast.keyword) and n.arg == "report_to" for c in ast.walk(n.value) if isinstance(c, ast.Constant)]
+    tops, brought = sorted({m.split(".")[0] for m in modules} - {*sys.stdlib_module_names, "shardnb"}), metadata.packages_distributions()
+    return [brought[m][0] for m in tops if m in brought] + [_here(need) for n in named if (need := _TRACKERS.get(n))], [m for m in tops if m not in brought]
+
 def _pinned(package):
     "A line of requirements.txt"
     try: return f"{package}=={metadata.version(package).split('+')[0]}"
@@ -231,20 +239,21 @@ def _pinned(package):
 
 def _requirements(f, out):
     used = ["torch", "transformers", "accelerate", "trl", "datasets", "numpy", "pyyaml"] + ["deepspeed"] * (f.engine == "deepspeed") + ["peft"] * bool(f.peft or "peft_config" in f.given or "peft" in (f.cell or "")) \
-        + ["bitsandbytes"] * bool(f.quantization) + ["cloudpickle"] * (out / "inputs.pkl").exists() + [*f.libraries, *_extras(f.recipe)]
-    (out / "requirements.txt").write_text("\n".join(map(_pinned, dict.fromkeys(used))) + "\n", encoding="utf-8")
+        + ["bitsandbytes"] * bool(f.quantization) + ["cloudpickle"] * (out / "inputs.pkl").exists() + [*f.libraries, *_extras(f.recipe), *_of_cell(f.cell)[0]]
+    (out / "requirements.txt").write_text("\n".join(map(_pinned, dict.fromkeys(map(str.lower, used)))) + "\n", encoding="utf-8")
 
-# %% ../../nbs/run/15_export.ipynb #4154c37b
+# %% ../../nbs/run/15_export.ipynb #84182a84
 _README = """# {title}
 
 Written by shardnb {version} from run `{id}`. It is an ordinary project: nothing in it imports shardnb.
 
 ```sh
+python -m venv env && . env/bin/activate   # the run had Python {python}
 pip install -r requirements.txt
 sh run.sh
 ```
 
-{expect}The trained model goes to `output/final`, each loss to `output/trainer_state.json` (`log_history`).
+{torch}{expect}The trained model goes to `output/final`, each loss to `output/trainer_state.json` (`log_history`).
 
 | file | what it is |
 |---|---|
@@ -267,6 +276,7 @@ def _lost(f):
     r, plan = f.recipe, f.plan
     out = [*f.notes, "live memory, times and events: shardnb measures them, a plain script doesn't", "checkpoints that are checked before they get their name, and stopping all ranks at one step"]
     out += [f"{k}={getattr(r, k)!r}: train.py doesn't know this option" for k in r.options() if k not in _CARRIED and not k.startswith("lora_") and k not in ("fsdp_keep", "use_rslora", "use_dora")]
+    out += [f"the module {m}, which the cell imports and no installed package brings: put it beside train.py" for m in _of_cell(f.cell)[1]]
     if f.kind in ("trainer", "loop"): out = [n for n in out if "train.py doesn't know" not in n]
     if r.fsdp_keep: out.append(f"fsdp_keep={r.fsdp_keep}: these modules are cut again after forward; that changes memory, not results")
     if plan.get("sample_prompts"): out.append("answers to prompts before and after training")
@@ -279,8 +289,9 @@ def _readme(f, rows, losses, out):
     names = sorted(p.name for p in out.iterdir() if p.name != "README.md")
     files = "\n".join(f"| `{n}{'/' if (out / n).is_dir() else ''}` | {_MEANING[n].format(fsdp=', which train.py reads' if f.engine == 'fsdp' else ', for `accelerate launch` in place of run.sh')} |" for n in names)
     expect = f"The run's losses were {losses[0]:.6f} at its first step and {losses[-1]:.6f} at its last ({len(losses)} steps).\n\n" if losses else ""
+    torch = "" if f.cuda else "Where there is no GPU, install the CPU build of that version of torch first: pip's own choice on Linux is the CUDA build, several GB.\n\n"
     cpu = "" if f.cuda else "; take the lines with CUDA_VISIBLE_DEVICES and DS_ACCELERATOR out to use GPUs"
-    (out / "README.md").write_text(_README.format(**{k: getattr(f, k) for k in ("version", "id", "n")}, title=f.title.rstrip("."), expect=expect, files=files, rows=rows, device="GPUs" if f.cuda else "CPU processes over Gloo", cpu=cpu,
+    (out / "README.md").write_text(_README.format(**{k: getattr(f, k) for k in ("version", "id", "n")}, title=f.title.rstrip("."), expect=expect, torch=torch, python=".".join(platform.python_version_tuple()[:2]), files=files, rows=rows, device="GPUs" if f.cuda else "CPU processes over Gloo", cpu=cpu,
         lost="\n".join(f"- {x}" for x in _lost(f))), encoding="utf-8")
 
 # %% ../../nbs/run/15_export.ipynb #2fd6317a

@@ -8,7 +8,7 @@ Docs: https://shardnb.github.io/shardnb/run/forecast.html.md"""
 __all__ = ['trace_options', 'batch_shape', 'Forecaster', 'answer_predict', 'rows_at_hand', 'longest_row', 'answer_forecast',
            'answer_plan', 'answer_choose', 'predict', 'plan']
 
-# %% ../../nbs/run/03d_forecast.ipynb #6aa7f78c
+# %% ../../nbs/run/03d_forecast.ipynb #2f560dfe
 import json
 from ..plan.advise import Plan, advise, choose
 from ..plan.machine import Machine
@@ -16,7 +16,7 @@ from ..plan.memory import MemoryBreakdown
 from ..plan.place import as_path, is_path
 from ..plan.predict import predict_memory
 from ..plan.problem import Problem, RecipeError
-from ..plan.recipe import Recipe
+from ..plan.recipe import Recipe, as_recipe
 from ..plan.strategy import COMPUTE, Strategy, settings, weights_dtype
 from .event import plain
 from .kept import kept
@@ -172,27 +172,27 @@ def answer_choose(
     strategy, changes, why = choose(*_asked(recipe, machine))
     return dict(strategy=strategy, changes=changes, why=why)
 
-# %% ../../nbs/run/03d_forecast.ipynb #bd80a4c2
+# %% ../../nbs/run/03d_forecast.ipynb #ff4d691a
 def _machine(machine): # a `Machine`, a preset's name, or None for this one
     return Machine.detect() if machine is None else machine if isinstance(machine, Machine) else Machine.preset(machine)
 
 def _checked(recipe):
-    "Problems with the model that need no torch, before the planner is asked."
+    "The recipe that was given; its model's problems that need no torch come before the planner is asked."
     from shardnb.run.models import model_problems
+    recipe = as_recipe(recipe)
     if recipe.model is None: raise RecipeError(Problem("model", None, "is needed for a prediction and not given", "name one, such as tiny or demo"))
     if bad := model_problems(recipe): raise RecipeError(bad)
     return recipe
 
 def predict(
-    recipe: Recipe,         # what would run
+    recipe,                 # what would run: a Recipe, a dict, or YAML as text or file
     strategy: str=None,     # None: the recipe's own
     machine=None,           # a `Machine`, a preset such as '4xA100-80GB', or None: this one
     exact: bool=False,      # run the engine's real code on tensors without memory: seconds to a minute
     on_progress=None,       # of an exact prediction: called with (done, total, what)
 ) -> MemoryBreakdown:       # predicted, of one rank
     "Predict where the bytes of a rank will be."
-    _checked(recipe)
-    m = _machine(machine)
+    recipe, m = _checked(recipe), _machine(machine)
     if (strategy or recipe.strategy) == "auto": raise RecipeError(Problem("strategy", "auto", "is chosen by a plan: shardnb.plan(recipe) predicts every strategy", "name one, such as zero3"))
     name = Strategy.parse(strategy or recipe.strategy).name
     nproc = recipe.nproc or (len(recipe.gpus) if recipe.gpus else m.nproc)
@@ -203,10 +203,9 @@ def predict(
     return MemoryBreakdown.from_json(Planner.get().call("predict", recipe=recipe.to_yaml(), strategy=name, nproc=nproc, machine=m.to_json()))
 
 def plan(
-    recipe: Recipe,  # what would run
+    recipe,          # what would run: a Recipe, a dict, or YAML as text or file
     machine=None,    # a `Machine`, a preset such as '4xA100-80GB', or None: this one
 ) -> Plan:           # every strategy side by side, recommended first
     "Work out what fits, why, and which strategy to take."
-    _checked(recipe)
-    m = _machine(machine)
+    recipe, m = _checked(recipe), _machine(machine)
     return Plan.from_json(Planner.get().call("plan", recipe=recipe.to_yaml(), machine=m.to_json()))

@@ -8,15 +8,17 @@ Docs: https://shardnb.github.io/shardnb/run/launch.html.md"""
 __all__ = ['SAVING', 'LEFT', 'STALLED', 'SETTLE', 'WORKER', 'rank_env', 'warm_up', 'kernel_gpu_bytes', 'Supervisor',
            'LocalLauncher']
 
-# %% ../../nbs/run/10_launch.ipynb #d40f6339
-import ctypes, faulthandler, os, runpy, signal, socket, sys, threading, time, traceback
+# %% ../../nbs/run/10_launch.ipynb #870307dc
+import ctypes, faulthandler, os, runpy, shutil, signal, socket, sys, threading, time, traceback
+from contextlib import suppress
 from pathlib import Path
 from fastcore.basics import patch
 from ..plan.machine import oom_kills
 from ..plan.secret import FULL, guard, mask_file
 from .elastic import agent_of, fork_ranks, meeting
 from .event import SCHEMA, EventReader
-from .explain import first_cause, last_seen, write_error, left_early
+from .explain import first_cause, last_seen, left_early, write_error
+from .output import release
 from .pool import Cold, fork, start_pool
 from .process import alive, die_with_parent, proc_id, send, spawn
 from .rundir import RunDir, read_json, read_whole, write_json
@@ -72,7 +74,7 @@ def _rank_main(path, worker):
         write_error(rundir, rank, e, phase or "importing", step)
         raise
 
-# %% ../../nbs/run/10_launch.ipynb #812e8a22
+# %% ../../nbs/run/10_launch.ipynb #e92bb4f7
 _BY_FORCE = "ended by force, as was asked for: what came after the last checkpoint is not saved"
 SAVING = 900  # s after a graceful stop in which a rank that is saving is left alone; the 120 count from the end of that
 LEFT = 2  # s after which a rank that ended with exit code 0 and no `end` event counts as gone, when others go on
@@ -89,8 +91,8 @@ class Supervisor:
         self.world_size = int(self.plan.get("world_size") or self.nproc)
         self.grace = float(os.environ.get("SHARDNB_STOP_GRACE") or 120)  # s from a graceful stop to TERM; 10 s more to KILL
         self.state, self.procs, self.first, self.codes, self.forced = "starting", {}, [], {}, None
-        self.saved = 0.  # when a rank was last seen saving
-        self.early, self.gone, self.note, self.ending, self.oom_before = [], {}, None, False, oom_kills()
+        self.asked, self.saved = None, 0.  # when a stop was heard of, and when a rank was last seen saving, by a clock that nobody sets and that stands while a laptop sleeps
+        self.early, self.gone, self.note, self.missing, self.ending, self.oom_before = [], {}, None, 0, False, oom_kills()
         self.began, self._over, self._lock = time.time(), threading.Event(), threading.Lock()
         said = (self.plan.get("env") or {}).get("SHARDNB_STALL_AFTER") or os.environ.get("SHARDNB_STALL_AFTER")
         self.watch, self.died_of, self.ended = StallWatch(rundir, float(self.plan.get("timeout") or 600), float(said or FLOOR)), None, lambda: {}
@@ -149,7 +151,7 @@ def _settled(self:Supervisor, codes):
         if time.monotonic() > until or any(not (read_whole(self.rundir.error_path(r)) or {}).get("secondary") for r in dead): return dead
         time.sleep(.02)
 
-# %% ../../nbs/run/10_launch.ipynb #2f112988
+# %% ../../nbs/run/10_launch.ipynb #668c1e51
 @patch
 def _signal_all(self:Supervisor, sig):
     if any([send(p, sig) for p in self.procs.values()]): self.forced = signal.Signals(sig).name
@@ -158,9 +160,10 @@ def _signal_all(self:Supervisor, sig):
 def _obey(self:Supervisor, stop):
     "Carry out a wish to stop, as far as it is due"
     if not self.forced and stop["how"] == "graceful": self.state = "stopping"
-    beats, now, grace = self.rundir.beats(), time.time(), self.grace
-    if any(b and b.get("phase") == "saving" for b in beats.values()) and now - stop["t"] < SAVING: self.saved = now
-    waited = now - max(stop["t"], self.saved)
+    beats, now, grace = self.rundir.beats(), time.monotonic(), self.grace
+    self.asked = now if self.asked is None else self.asked
+    if any(b and b.get("phase") == "saving" for b in beats.values()) and now - self.asked < SAVING: self.saved = now
+    waited = now - max(self.asked, self.saved)
     if stop["how"] == "kill": self.note = _BY_FORCE
     if stop["how"] == "kill" or waited > grace + 10: self._signal_all(signal.SIGKILL)
     elif waited > grace and not self.forced:
@@ -178,6 +181,12 @@ def _judge(self:Supervisor):
         self._signal_all(signal.SIGKILL)
 
 @patch
+def _deleted(self:Supervisor):
+    "Was the run's folder taken away, by two looks? Nobody could follow or stop the run any more"
+    self.missing = 0 if self.rundir.recipe_path.exists() else self.missing + 1
+    return self.missing > 1
+
+@patch
 def _watch(self:Supervisor):
     "The thread"
     written = 0.
@@ -187,6 +196,7 @@ def _watch(self:Supervisor):
             if stop := self.rundir.stop_requested(): self._obey(stop)
             if time.time() - written >= 1:
                 written = time.time()
+                if self._deleted(): self._signal_all(signal.SIGKILL); continue
                 self._judge()
                 self.write_state()
         except Exception: traceback.print_exc()  # such as a full disk; who asks for a stop must still be heard
@@ -255,7 +265,7 @@ def _verdict(self:Supervisor, broken, said):
     if bad and not (stop and (self.forced or stop["how"] == "kill") and not self.first): return "failed", first_cause(self.rundir, self.codes, self.first, self.oom_kill())
     return said if said in ("done", "stopped") and not bad else "stopped" if stop else "done", None
 
-# %% ../../nbs/run/10_launch.ipynb #5113beb0
+# %% ../../nbs/run/10_launch.ipynb #594ff2cf
 class _Terminated(BaseException): "SIGTERM reached the supervisor"
 
 def _broken(e):
@@ -278,12 +288,18 @@ def run(self:Supervisor,
     watching.start()
     broken = None
     stop = self.rundir.stop_requested()
-    try: stop and stop["how"] == "kill" or self._run_ranks()  # it may have been killed while it waited for the pool
+    try:
+        if not (stop and stop["how"] == "kill"): self._run_ranks()  # it may have been killed while it waited for the pool
     except BaseException as e:
         traceback.print_exc()
         broken = _broken(e)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     survivors = self._sweep()
+    if not self.rundir.recipe_path.exists():
+        self._over.set()
+        if out := self.plan.get("output_dir"): release(out, self.rundir)
+        shutil.rmtree(self.rundir.path, ignore_errors=True)  # what the ranks have written since
+        return "stopped"
     summary = self._summary()
     state, error = self._verdict(broken, summary["ended"])
     self._over.set()
@@ -292,16 +308,25 @@ def run(self:Supervisor,
     try:
         if (error or {}).get("cause") != "stalled": self.rundir.stall_path.unlink(missing_ok=True)
         self.write_state()
-        for log in filter(Path.is_file, self.rundir.logs_path.rglob("*")): log.name == "supervisor.log" or mask_file(log)  # this process still writes to its own, through `guard`
+        if out := self.plan.get("output_dir"): release(out, self.rundir)
+        for log in filter(Path.is_file, self.rundir.logs_path.rglob("*")):
+            if log.name != "supervisor.log": mask_file(log)  # this process still writes to its own, through `guard`
     except OSError: traceback.print_exc()  # the end itself matters more
     write_json(self.rundir.exit_path, {"v": SCHEMA, "state": state, "ended_at": now, "seconds": now - self.began, "returncodes": self.codes, "first": self.first, "error": error,
                                        "forced": self.forced, "oom_kill": self.oom_kill(), "note": self.note, "survivors": survivors, "summary": summary}, vital=True)
     self.rundir.reserve_path.unlink(missing_ok=True)  # all is said
     return state
 
-# %% ../../nbs/run/10_launch.ipynb #17b9443a
+# %% ../../nbs/run/10_launch.ipynb #9ae0819d
 WORKER = "shardnb.run.worker"
 _children = {}  # supervisors started by this process: waited for when they end, so that they don't stay as zombies
+
+def _named(rundir, state, proc):
+    "Name the supervisor until it does so itself, so that a run whose supervisor ends before that is lost, and doesn't start for as long as the pool lives"
+    if proc is None: return None
+    with suppress(OSError):  # a disk that is full by now
+        if (read_whole(rundir.state_path) or state)["supervisor"] is None: write_json(rundir.state_path, state | {"supervisor": proc})
+    return proc["pid"]
 
 class LocalLauncher:
     "Ranks on this machine"
@@ -321,12 +346,12 @@ class LocalLauncher:
         args = ("shardnb.run.launch", "supervise", rundir.path, self.worker)
         with open(os.open(rundir.log_path("supervisor"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as log, open(os.devnull) as nothing:
             meet = lambda pool: write_json(rundir.state_path, state | {"pool": pool})  # the run isn't lost while this one lives
-            try: return (fork(*args, env=plan.get("env") or {}, fds=(nothing.fileno(), log.fileno(), log.fileno()), wait=1., retry=False, meet=meet) or {}).get("pid")
+            try: return _named(rundir, state, fork(*args, env=plan.get("env") or {}, fds=(nothing.fileno(), log.fileno(), log.fileno()), wait=1., retry=False, meet=meet))
             except Cold as e: p = spawn(*args, env={"SHARDNB_START": f"cold: {e}"}, stdin=nothing, stdout=log, stderr=log)
         for pid, child in list(_children.items()):
             if child.poll() is not None: del _children[pid]
         _children[p.pid] = p
-        return p.pid
+        return _named(rundir, state, proc_id(p.pid))
 
 # %% ../../nbs/run/10_launch.ipynb #461f57ea
 @patch

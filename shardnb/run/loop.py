@@ -77,13 +77,14 @@ def _before_prepare(engine, acc, model, micro, accum):
     engine.set_batch(micro, accum)
     engine.before_wrap(acc, model)
 
-# %% ../../nbs/run/08b_loop.ipynb #d01e3d0a
+# %% ../../nbs/run/08b_loop.ipynb #b3079a84
 def make_log(
     observer: Observer,  # of this rank
 ):                       # `log(**values)` for the cell
     "The `log` of a cell's namespace."
-    def log(**values):
+    def log(*unnamed, **values):
         "Write values to the run, from rank 0; `loss` (and `lr`, `grad_norm`, `tokens`, `epoch`) become columns of `run.metrics`."
+        if unnamed: raise TypeError(f"log() takes values with names, such as log(loss=loss), not {unnamed[0]!r}")
         values = {k: v.item() if hasattr(v, "item") else v for k, v in values.items()}
         known = {k: values.pop(k) for k in ("loss", "lr", "grad_norm", "epoch", "tokens") if k in values}
         if known: observer.step(**known)

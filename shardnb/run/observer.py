@@ -22,7 +22,7 @@ from .engine import unwrap
 from .probe import Clock, Probe
 from .timeline import Timeline
 
-# %% ../../nbs/run/08_observer.ipynb #b400da1f
+# %% ../../nbs/run/08_observer.ipynb #48fd04dc
 FIRST_STEPS = 3      # steps that are always measured: the second is the first with optimizer states, the third is like all that follow
 SHARE = .003         # of the time may go into measuring, the sampler's looks included; after the first steps a step is measured only while less went into it (about one in three seconds)
 THINNING = 200       # and at most one step is measured in a 200th of the run's age: after 10 hours one every 3 minutes; with more than 8 ranks less often
@@ -42,7 +42,7 @@ class Observer:
         snapshot_requested=lambda: False, # called by rank 0: has somebody asked for a deep step since the last call?
     ):
         self.engine, self.probe, self.events, self._asked, self._wanted = engine, probe, events, stop_requested, snapshot_requested
-        self.clock, self.comm, self.rank, self.world_size = Clock(engine.device), Comm(engine.device), dist.get_rank(), dist.get_world_size()
+        self.clock, self.comm, self.rank, self.world_size = Clock(engine.device), Comm(engine.device, engine.from_python), dist.get_rank(), dist.get_world_size()
         self.total_steps, self.steps, self.adopted, self.stopping, self.in_loop, self._written = None, 0, False, False, False, 0
         self.phase_name, self._phase_t, self._step_t = None, time.time(), None
         self._next_check, self._begun, self._measured_t, self._cost, self.measuring = 1, time.monotonic(), 0., 0., True

@@ -9,12 +9,12 @@ __all__ = ['AT_IMPORT', 'LATER', 'IDLE', 'LOOK', 'FOLDER_MODE', 'Cold', 'read_at
            'preload', 'Pool', 'serve', 'no_pool_here', 'connect', 'start_pool', 'fork', 'Pooled', 'popen', 'dismiss',
            'pools']
 
-# %% ../../nbs/run/01b_pool.ipynb #adcd227d
+# %% ../../nbs/run/01b_pool.ipynb #e3613618
 import fcntl, gc, hashlib, json, os, runpy, select, socket, stat, struct, subprocess, sys, tempfile, time, traceback
 from pathlib import Path
 from ..plan.problem import ShardnbError
 from .process import ForkedProcess, alive, clean_env, proc_id, send, spawn
-from .rundir import read_json, write_json
+from .rundir import read_json, read_whole, write_json
 
 # %% ../../nbs/run/01b_pool.ipynb #71a486e3
 AT_IMPORT = ("ACCELERATE_", "BNB_", "CUDA_", "DATASETS_", "DEEPSPEED_", "DS_", "GOMP_", "HF_", "HOME", "HUGGINGFACE_", "KMP_", "LANG", "LC_", "LD_", "MKL_", "NUMEXPR_", "NVIDIA_", "OMP_", "OPENBLAS_",
@@ -296,7 +296,7 @@ def fork(
         if "cold" not in answer: return answer
     raise Cold(answer["cold"])
 
-# %% ../../nbs/run/01b_pool.ipynb #788f37c1
+# %% ../../nbs/run/01b_pool.ipynb #4da62a2a
 class Pooled:
     "A child of the pool, with as much of Popen's face as its user needs"
     def __init__(self,
@@ -345,5 +345,5 @@ def dismiss():
 def pools() -> list: # of dicts: proc, python, began, ready (Unix seconds or None), forks
     "The pools of this user that live, for `doctor`"
     if no_pool_here(): return []
-    found = [read_json(p) for p in sorted(_top().glob("*/pool.json"))]
+    found = [read_whole(p) for p in sorted(_top().glob("*/pool.json"))]
     return [p for p in found if p and alive(p["proc"])]

@@ -150,7 +150,7 @@ class Clock:
         out, self.spent = self.spent, {}
         return out
 
-# %% ../../nbs/run/07_probe.ipynb #c446ecf2
+# %% ../../nbs/run/07_probe.ipynb #ecb196b5
 ENDS = {"after_forward": "forward", "after_backward": "backward", "after_step": "step"} # what ends at a mark
 _SIDES = {"forward": ("after_step", "after_forward"), "backward": ("after_forward", "after_backward"), "step": ("after_backward", "after_step")}
 
@@ -163,6 +163,12 @@ def _python_tensors(device):
         except (RuntimeError, NotImplementedError): continue # one without a storage
     return found
 
+def _scales(state):
+    "The tensors of bitsandbytes' `QuantState`, and of the one for its own scales."
+    for v in vars(state).values():
+        if torch.is_tensor(v): yield v
+        elif hasattr(v, "absmax"): yield from _scales(v)
+
 class Probe:
     "Measures one rank's memory at the fixed points of a step."
     def __init__(self,
@@ -173,13 +179,13 @@ class Probe:
         self.peaks = PeakSampler(device)
         self._marks, self._phases, self._rest = {}, {}, 0
         self.sent = list   # called for the storages that collectives still hold
-        self._old = set()  # (address, bytes) of tensors that were there before training
+        self._old = set() if self.baseline is None else _python_tensors(device) # (address, bytes) of tensors that were there before the model
 
     def rebase(self):
-        "What is in use and not walked is context from here on: called when the model has been wrapped."
+        "What is in use, not walked, and no tensor that somebody holds, is context from here on: called when the model has been wrapped."
         if self.baseline is None: return
-        self._old = set(_python_tensors(self.device))
-        self.baseline = bytes_in_use(self.device) - self._inside(count_bytes(self.walk()))
+        self._rest = bytes_in_use(self.device) - self.baseline - self._inside(count_bytes(self.walk()))
+        self.settle()
 
     def settle(self):
         "What outlived a step, without being a state or a tensor that somebody holds, is context from here on; called after the mark at the step's end. It takes some 80 ms."
@@ -194,8 +200,10 @@ class Probe:
         return sum(n for (at, _), n in known.items() if (self.device.type == "cpu" or at == "device") and place in (None, at))
 
     def walk(self) -> list: # (category, place, tensor or storage)
-        "What the engine keeps, and what is still on its way."
-        return self.engine.walk() + [("comm", "device", s) for s in self.sent()]
+        "What the engine keeps, the scales of what is quantized, and what is still on its way."
+        kept = self.engine.walk()
+        scales = [(category, place, t) for category, place, p in kept if getattr(p, "quant_state", None) is not None for t in _scales(p.quant_state)]
+        return kept + scales + [("comm", "device", s) for s in self.sent()]
 
     def baseline_of(self,
         known: dict, # {(place, category): bytes}, walked

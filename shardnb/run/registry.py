@@ -7,14 +7,15 @@ Docs: https://shardnb.github.io/shardnb/run/registry.html.md"""
 # %% auto #0
 __all__ = ['RUNS', 'run_row', 'runs', 'attach', 'undeletable', 'saved_outside', 'deleted']
 
-# %% ../../nbs/run/12b_registry.ipynb #74d6c7e0
+# %% ../../nbs/run/12b_registry.ipynb #7d22c90c
 import shutil, time
 from pathlib import Path
 from typing import TYPE_CHECKING
 from ..plan.place import near
 from ..plan.problem import ShardnbError
-from .handle import ENDED, Run, _last, state_of
+from .handle import Run, _last
 from .rundir import RunDir, RunNotFound, read_whole
+from .state import ENDED, state_of
 if TYPE_CHECKING: import pandas  # imported late: `import shardnb` stays light
 
 # %% ../../nbs/run/12b_registry.ipynb #8f9a8ae6
@@ -46,12 +47,12 @@ def attach(
     "Open a run again"
     return Run(RunDir.find(id, home))
 
-# %% ../../nbs/run/12b_registry.ipynb #3686bd63
+# %% ../../nbs/run/12b_registry.ipynb #29b9e808
 def undeletable(
     run:Run, # a run
 ) -> str|None: # a sentence; None when it can go
     "Why a run can't be deleted now"
-    if not run.ended: return f"run {run.id} is {run.state}: stop it first, with run.stop()"
+    if not run.ended: return f"run {run.id} is {run.state}: stop it first (run.stop(), or `shardnb stop {run.id}`)"
     for rank, pid in run.pids.items(): return f"run {run.id} has lost its supervisor, and its rank {rank} still lives: end process {pid} first"
     for rd in RunDir.list(run.dir.parent.parent):
         if rd.exit_path.exists() or not (began := (read_whole(rd.plan_path) or {}).get("resume_from")): continue

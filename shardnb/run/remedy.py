@@ -7,7 +7,7 @@ Docs: https://shardnb.github.io/shardnb/run/remedy.html.md"""
 # %% auto #0
 __all__ = ['met_limit', 'as_options', 'suggestions', 'advised']
 
-# %% ../../nbs/run/11b_remedy.ipynb #3fc79b0b
+# %% ../../nbs/run/11b_remedy.ipynb #afaf6580
 import shlex, threading
 from dataclasses import replace
 from ..plan.advise import Plan
@@ -18,7 +18,7 @@ from ..plan.recipe import Recipe
 from ..plan.strategy import Strategy
 from ..plan.ways import _ROOM, LIBRARIES, limit_of, verdict
 from .failure import RunError
-from .rundir import RunDir, read_json, write_json
+from .rundir import RunDir, read_whole, write_json
 
 # %% ../../nbs/run/11b_remedy.ipynb #3b7f42fb
 _LESS = .9 # of what the failed way is predicted to need: what a remedy may fill
@@ -80,7 +80,7 @@ def suggestions(
         seen.add(options), kinds.append(kind[0])
     return out[:most]
 
-# %% ../../nbs/run/11b_remedy.ipynb #92c1f824
+# %% ../../nbs/run/11b_remedy.ipynb #88d85498
 def _smaller(recipe, old, machine, strategy, nproc):
     "The largest micro-batch that fits with the same rows in a step, if there is one: (changes, words, row)"
     from shardnb.run.forecast import predict
@@ -102,7 +102,7 @@ _asking = threading.Lock() # a panel's thread and the notebook's may look at the
 def _advice(rundir, error):
     "What `errors/advice.json` is to hold"
     from shardnb.run.forecast import plan as plan_of
-    made = read_json(rundir.plan_path) or {}
+    made = read_whole(rundir.plan_path) or {}
     if not made.get("predicted"): return {"suggestions": [], "why": "the cell brings its own model, so what it needs can't be predicted"}
     old = Recipe.from_yaml(rundir.recipe_path)
     given = Recipe.from_yaml(made["given"]) if made.get("given") else old
@@ -122,7 +122,7 @@ def advised(
     if error is None or error.topic != "memory" or error.suggestions: return error
     path = rundir.errors_path / "advice.json"
     with _asking:
-        if (found := read_json(path)) is None:
+        if (found := read_whole(path)) is None:
             found = _advice(rundir, error)
             try: write_json(path, found)
             except OSError as e: found["why"] = f"not kept: {e}" # another user's run, or a full disk: it is asked again

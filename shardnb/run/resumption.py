@@ -7,8 +7,9 @@ Docs: https://shardnb.github.io/shardnb/run/resumption.html.md"""
 # %% auto #0
 __all__ = ['same_rows', 'resumed_recipe', 'resume_problems', 'resume_notes']
 
-# %% ../../nbs/run/11d_resumption.ipynb #f2f26718
+# %% ../../nbs/run/11d_resumption.ipynb #9bd7b4a9
 from ..plan.batch import solve_batch
+from ..plan.place import is_path
 from ..plan.problem import Problem, RecipeError
 from ..plan.recipe import Recipe
 from ..plan.strategy import variants
@@ -54,8 +55,8 @@ def resumed_recipe(
     if kind == "trainer" or not (old.global_batch and new.nproc) or (new.nproc == old.nproc and not asked): return new
     return new.replace(**same_rows(old.global_batch, old.micro_batch, new, asked))
 
-# %% ../../nbs/run/11d_resumption.ipynb #7129dc3c
-_STAYS = ("tuning", "lora_r", "lora_target_modules", "use_dora", "optim") # what the optimizer's state belongs to
+# %% ../../nbs/run/11d_resumption.ipynb #d81e7615
+_STAYS = ("model", "tuning", "lora_r", "lora_target_modules", "use_dora", "optim") # what the optimizer's state belongs to
 
 def _kind_of(name, value): return value.removesuffix("_fused") if name == "optim" else value
 
@@ -79,6 +80,7 @@ def _unlike(old, new, ckpt):
         yield Problem("strategy", new.strategy, f"{ckpt.path.name} doesn't say under which strategy it was saved, so it can go on only as it was, under {old.strategy} on {old.nproc} ranks", nearest=old.strategy)
     for name in _STAYS:
         was, now = getattr(old, name), getattr(new, name)
+        if name == "model" and (None in (was, now) or is_path(now)): continue # the cell makes it, or it may be the same one in another place; the ranks compare every parameter
         if _kind_of(name, was) != _kind_of(name, now) and not (name.startswith(("lora", "use_dora")) and old.tuning == "full"):
             yield Problem(name, now, f"a run goes on with the {name} it had ({was}): the optimizer's state belongs to it; start a new run for another one", nearest=str(was))
     if new.max_steps and ckpt.step >= new.max_steps: yield Problem("max_steps", new.max_steps, f"the checkpoint is of step {ckpt.step} already; give a larger max_steps")

@@ -6,14 +6,14 @@ Docs: https://shardnb.github.io/shardnb/run/rundir.html.md"""
 
 # %% auto #0
 __all__ = ['RESERVE', 'write_json', 'read_json', 'read_whole', 'RunNotFound', 'new_id', 'check_id', 'RunDir', 'stranger',
-           'strangers', 'read_own']
+           'strangers', 'read_own', 'RankNotFound', 'check_rank', 'last_lines']
 
-# %% ../../nbs/run/01_rundir.ipynb #07dca275
-import json, os, re, secrets, shutil, stat, time
+# %% ../../nbs/run/01_rundir.ipynb #81238df4
+import json, operator, os, re, secrets, shutil, stat, time
 from pathlib import Path
 from fastcore.basics import patch
 from ..plan.place import near
-from ..plan.problem import ShardnbError, nearest
+from ..plan.problem import ShardnbError, nearest, unknown_word
 from ..plan.secret import FULL, mask, masked
 from .event import plain
 
@@ -327,6 +327,39 @@ def ranks(self:RunDir,
 ) -> list: # ranks that have written events
     "Which ranks are known from their files"
     return sorted(int(p.stem[4:]) for p in self.events_path.glob("rank*.jsonl"))
+
+# %% ../../nbs/run/01_rundir.ipynb #d8f1d966
+class RankNotFound(ShardnbError, LookupError):
+    "A run has no such rank"
+
+def check_rank(
+    rundir:RunDir, # the run
+    rank, # 0, 1 … also as text, or one of `more`
+    more=(), # words that are allowed besides, such as 'supervisor'
+) -> int|str: # the rank
+    "A rank of this run; raises `RankNotFound`, which names those there are"
+    plan = read_whole(rundir.plan_path) or {}
+    there = sorted({*range(plan.get("world_size") or plan.get("nproc") or 0), *rundir.ranks()})
+    if rank in more and isinstance(rank, str): return rank
+    try: r = int(rank) if isinstance(rank, str) else operator.index(rank)
+    except (TypeError, ValueError): r = None
+    if r is not None and not isinstance(rank, bool) and (r in there or (not there and r >= 0)): return r
+    known = there if len(there) <= 16 else [f"{there[0]} to {there[-1]}"]
+    raise RankNotFound(str(unknown_word("rank", rank, [*known, *more], f"a rank of run {rundir.id}")))
+
+def last_lines(
+    path:Path, # a text file, perhaps a long one that grows
+    n:int, # lines, at least 1
+) -> list: # of str, without their ends
+    "The end of a file, read from there, a larger piece each time until it holds enough"
+    size, piece = path.stat().st_size, 1 << 16
+    while True:
+        with open(path, "rb") as f:
+            f.seek(max(size - piece, 0))
+            lines = f.read().decode("utf-8", "replace").splitlines()
+        if piece >= size: return lines[-n:]
+        if len(lines) > n: return lines[1:][-n:]  # the first may be cut
+        piece *= 4
 
 # %% ../../nbs/run/01_rundir.ipynb #2c9ab30d
 @patch

@@ -164,7 +164,7 @@ def _call(name, kw, width=150):
 
 class _Code(str): "Python that stands for itself, not a string's content"
 
-# %% ../../nbs/run/14a_script.ipynb #2b590d76
+# %% ../../nbs/run/14a_script.ipynb #e62126e6
 def _strategy_kw(f):
     "The part of `TrainingArguments` that belongs to the strategy"
     kw = dict(use_cpu=_Code("not cuda"), bf16=f.mixed == "bf16", fp16=f.mixed == "fp16")
@@ -193,6 +193,10 @@ def log(**values):
     Path("output").mkdir(exist_ok=True)
     with open("output/log.jsonl", "a") as f: f.write(json.dumps(values) + "\\n")
 '''
+
+def _reports(trackers):
+    "Python for the recipe's trackers; where it names none, the cell's own"
+    return repr(list(trackers)) if trackers else "args.report_to or 'none'"
 
 def _loop(f):
     "The accelerator of a cell with its own loop"
@@ -296,7 +300,7 @@ trainer.save_state()   # output/trainer_state.json: its log_history has every lo
 {whole}trainer.save_model("output/final")
 '''
 
-# %% ../../nbs/run/14a_script.ipynb #a4231886
+# %% ../../nbs/run/14a_script.ipynb #82870a06
 _FROM = {"torch.distributed.fsdp": ("CPUOffloadPolicy", "MixedPrecisionPolicy", "fully_shard"), "accelerate": ("Accelerator", "PartialState"),
          "accelerate.utils": ("DDPCommunicationHookType", "DeepSpeedPlugin", "DistributedDataParallelKwargs", "DistributedType", "FullyShardedDataParallelPlugin", "GradientAccumulationPlugin"),
          "accelerate.utils.fsdp_utils": ("_find_final_norm",), "peft": ("LoraConfig", "get_peft_model"), "transformers.integrations": ("HfDeepSpeedConfig",), "deepspeed.runtime.base_optimizer": ("DeepSpeedOptimizer",),
@@ -322,8 +326,8 @@ def train_text(
     given, parts = set(f.given), [_RANKS + _JOIN[f.engine].format(timeout=f.recipe.timeout)]
     if f.engine == "fsdp": parts.append(_PLUGIN.format(**{k: _dtype(f.settings.get(k)) for k in ("param_dtype", "reduce_dtype", "output_dtype")}).lstrip())
     if given & {"args", "trainer"}:
-        kw = _call("dict", _strategy_kw(f))
-        parts.append(_CELL_ARGS.format(kw=kw, report=list(f.recipe.report_to) or "'none'", plugin="    args.fsdp_plugin_args = plugin\n" if f.engine == "fsdp" else "").lstrip())
+        kw = _call("dict", _strategy_kw(f) | ({"save_only_model": True} if f.recipe.save_only_model else {}))
+        parts.append(_CELL_ARGS.format(kw=kw, report=_reports(f.recipe.report_to), plugin="    args.fsdp_plugin_args = plugin\n" if f.engine == "fsdp" else "").lstrip())
     if f.kind == "loop" and f.uses_accelerator: parts.append(_loop(f))
     if f.cell is not None:
         if f.uses_log: parts.append(_LOG.lstrip())

@@ -8,12 +8,12 @@ Docs: https://shardnb.github.io/shardnb/run/stall.html.md"""
 __all__ = ['FLOOR', 'PACE', 'FIRST', 'APART', 'stall_limit', 'answer_signal', 'ask_stacks', 'main_thread', 'stack_text', 'stand',
            'explain_stall', 'StallWatch', 'stall_error']
 
-# %% ../../nbs/run/09b_stall.ipynb #921575ec
+# %% ../../nbs/run/09b_stall.ipynb #8c7f212d
 import faulthandler, os, re, signal, time
 from fastcore.basics import patch
 from ..plan.problem import short_bytes
 from .process import send
-from .rundir import RunDir, read_json, write_json
+from .rundir import RunDir, read_whole, write_json
 
 # %% ../../nbs/run/09b_stall.ipynb #f98f4bde
 FLOOR = 30.  # s: nothing shorter is a stall
@@ -256,7 +256,7 @@ def _tell(self:StallWatch, procs, codes, beats, age, limit):
     write_json(self.rundir.stall_path, self.now)
     print(f"stalled for {age:.0f} s: {said['message']}", flush=True)
 
-# %% ../../nbs/run/09b_stall.ipynb #b97f5b0f
+# %% ../../nbs/run/09b_stall.ipynb #5fcf20dd
 _TIMED_OUT = re.compile(r"Timed? ?out|Watchdog caught collective|longer than the time limit", re.I)
 
 @patch
@@ -265,7 +265,7 @@ def hopeless(self:StallWatch) -> bool:
     if not self.now: return False
     waits = [s["collective"] for s in self.now["stands"].values() if s["collective"]]
     idle = all(s["busy"] < .05 and s["phase"] == "training" for s in self.now["stands"].values())  # elsewhere a rank may be waiting for a download
-    return bool(waits or idle) and time.time() - self.now["since"] > self.timeout + 5  # a collective raises by itself, and says so in its log; it goes first
+    return bool(waits or idle) and time.monotonic() - self.moved > self.timeout + 5  # a collective raises by itself, and says so in its log; it goes first
 
 @patch
 def ended_by(self:StallWatch,
@@ -273,7 +273,7 @@ def ended_by(self:StallWatch,
 ) -> dict|None: # the stall that this run died of
     "Did a rank give up waiting in it?"
     if self.now is None and (self.past is None or time.monotonic() - self.past[1] > 60): return None
-    said = [e["message"] for p in self.rundir.errors_path.glob("rank*.json") if (e := read_json(p))]
+    said = [e["message"] for p in self.rundir.errors_path.glob("rank*.json") if (e := read_whole(p))]
     gave_up = any(_TIMED_OUT.search(m) for m in said) or not said and -signal.SIGABRT in codes.values()  # NCCL's watchdog aborts
     return (self.now or self.past[0]) if gave_up else None
 

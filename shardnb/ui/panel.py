@@ -7,11 +7,11 @@ Docs: https://shardnb.github.io/shardnb/ui/panel.html.md"""
 # %% auto #0
 __all__ = ['static_bundle', 'resumable', 'Panel', 'offered', 'wait_for', 'show_panel']
 
-# %% ../../nbs/ui/01_panel.ipynb #a2f91cee
+# %% ../../nbs/ui/01_panel.ipynb #346faa77
 import base64, threading, time
 from ..run.checkpoint import newest_of
-from ..run.handle import ENDED
-from shardnb.ui.card import (_CARD, _SOFT, _div, _e, _fold, _said, error_html, header_html, image_html, log_html, notes_html, settings_html, shards_html, stall_html,
+from ..run.state import ENDED
+from shardnb.ui.card import (_CARD, _SOFT, _div, _e, _fold, _said, _unseen, error_html, header_html, image_html, log_html, notes_html, settings_html, shards_html, stall_html,
     text_line)
 from .charts import TILE, TILES, run_figure, tile, tile_text
 from .figures import png, small
@@ -48,9 +48,8 @@ def resumable(
     newest = newest_of(run.checkpoints); steps = run.recipe.max_steps
     return bool(run.plan.get('resume_from')) if newest is None else not steps or newest.step<steps
 
-# %% ../../nbs/ui/01_panel.ipynb #bbdd0c8e
+# %% ../../nbs/ui/01_panel.ipynb #2cbc4964
 _SHARE, _SAVED = .03, .5 # of one core may go into tiles; s that may be saved up for the first ones
-_UNSEEN = 'position:absolute;width:1px;height:1px;overflow:hidden;clip-path:inset(50%);white-space:nowrap' # read out, but not shown
 _AGAIN, _SURE = .6, 6 # s after which Kill may be pressed once more (sooner it is a double click), and in which it must be
 _EVERY = .9 # s from one look to the next at most: what is seen is never older than a second
 
@@ -141,7 +140,7 @@ def _settle(self:Panel, told):
         self.said.value = _said('No rank has recorded a step within a minute.') if late else _said('The newest step is below.')
 Panel._say, Panel._stop, Panel._kill, Panel._unkilled, Panel._snapshot, Panel._settle = _say, _stop, _kill, _unkilled, _snapshot, _settle
 
-# %% ../../nbs/ui/01_panel.ipynb #14c9d767
+# %% ../../nbs/ui/01_panel.ipynb #77057205
 def _set(widget, value):
     "Send only what changed"
     if widget.value!=value: widget.value = value
@@ -156,7 +155,7 @@ def _refresh(self:Panel, force=False):
 
 def _show_news(self:Panel, state, force, began):
     run, told = self.run, self.run.told
-    seen = (state, sorted(told.items()), (run.stall or {}).get('t'), 0 if told.get('step') or state in ENDED else int(time.time()))   # until the first step is done a phase's seconds run
+    seen = (state, sorted(told.items()), (run.stall or {}).get('t'), run.stalled, 0 if told.get('step') or state in ENDED else int(time.time()))   # until the first step is done a phase's seconds run
     if force or seen!=self._told: _set(self.header, header_html(run)+stall_html(run)+error_html(run)); _set(self.notes, notes_html(run))
     self._told = seen; self._settle(told)
     self._pause = max(.5, 80*(time.thread_time()-began))
@@ -174,7 +173,7 @@ def _draw(self:Panel, told, force):
         self._figures[n] = tile(self.run, n, self._figures.get(n)); self.tiles[n].value = png(self._figures[n])
         self._shown[n], self._drawn[n] = keys[n], time.time(); self._credit -= time.thread_time()-began
     began = time.thread_time()
-    if news: _set(self.words, f'<div style="{_UNSEEN}">{_e(". ".join(tile_text(self.run, n) for n in TILES))}</div>')
+    if news: _set(self.words, _unseen('. '.join(tile_text(self.run, n) for n in TILES)))
     self._credit -= time.thread_time()-began
 
 def _unfold(self:Panel, told, force):

@@ -8,10 +8,10 @@ Docs: https://shardnb.github.io/shardnb/ui/picker.html.md"""
 __all__ = ['FIELDS', 'OFFER', 'MACHINES', 'forecast', 'neighbours', 'plan_picture', 'problems_html', 'equal_line_html',
            'field_widget', 'Picker', 'settings_text', 'pick', 'written']
 
-# %% ../../nbs/ui/02_picker.ipynb #7c4631ec
+# %% ../../nbs/ui/02_picker.ipynb #f0de8960
 import base64, json, threading, time
 from ..plan.problem import RecipeError, ShardnbError
-from ..plan.recipe import Recipe
+from ..plan.recipe import Recipe, as_recipe
 from ..plan.strategy import Strategy
 from ..plan.ways import OFFERED
 from .bars import plan_bars_html, strategy_bar_html
@@ -29,7 +29,7 @@ FIELDS = {'Model':('model', 'tuning', 'lora_r', 'learning_rate', 'max_steps'),
     'Data and batch':('dataset', 'max_length', 'micro_batch', 'grad_accum'), 'Sharding':('strategy', 'nproc', 'precision')}
 OFFER = dict(model=['demo', 'tiny', 'Qwen/Qwen3-0.6B', 'HuggingFaceTB/SmolLM2-1.7B-Instruct'], dataset=['demo', 'HuggingFaceH4/ultrachat_200k'])
 
-# %% ../../nbs/ui/02_picker.ipynb #8c5063b4
+# %% ../../nbs/ui/02_picker.ipynb #e6ad8c59
 MACHINES = ('1xT4-16GB', '2xT4-16GB', '1xRTX4090-24GB', '2xRTX4090-24GB', '1xA100-40GB', '4xA100-80GB', '8xA100-80GB', '8xH100-80GB', '8xH200-141GB')
 
 def forecast(
@@ -41,7 +41,7 @@ def forecast(
     from shardnb.run.forecast import plan, predict
     from shardnb.run.planner import plan_run
     n = recipe.nproc or (len(recipe.gpus) if recipe.gpus else machine.nproc)
-    now = lambda: strategy_bar_html(Strategy.parse(recipe.strategy).name, predict(recipe, machine=machine), machine, n)
+    now = lambda: strategy_bar_html(Strategy.parse(recipe.strategy).name, predict(recipe, machine=machine), machine.with_disk(recipe.nvme_path), n)
     for what,ask in dict(now=now, plan=lambda: plan(recipe, machine), settings=lambda: plan_run(recipe, machine=machine, predict=False)).items():
         if what=='now' and recipe.strategy=='auto': continue
         try: yield what, ask()
@@ -99,20 +99,20 @@ def field_widget(
     if choices: return W.Dropdown(value=text, options=([] if f.default is not None else [('worked out', '')])+[(c, c) for c in choices], **look)
     return W.Text(value=text, placeholder='worked out' if f.default is None else str(f.default), continuous_update=False, **look)
 
-# %% ../../nbs/ui/02_picker.ipynb #8d8fe301
+# %% ../../nbs/ui/02_picker.ipynb #587c99c3
 _PAUSE, _SETTLED = .02, .25 # seconds without a change: before the planner is asked, and before it is asked for what nobody looks at first
 _HERE = 'this machine'
 
 class Picker:
     "A form over a recipe; `.recipe` is what it says now, `.plan` what is predicted for it, `.run` the run that it launched last"
     def __init__(self,
-        recipe=None, # a `Recipe` to begin with
+        recipe=None, # to begin with, as for `pick`
         machine=None, # plan for it: a preset, a `Machine`, or None for this one
         ask=None, # called with recipe and machine, gives what `forecast` gives; None: that
         pause:float=_PAUSE, # seconds without a change before it is called
     ):
         import ipywidgets as W
-        self.base = recipe or Recipe(model='demo', dataset='demo', strategy='zero3')
+        self.base = Recipe(model='demo', dataset='demo', strategy='zero3') if recipe is None else as_recipe(recipe)
         self.recipe, self.run, self.error, self.cell = self.base, None, None, None
         self.plan, self.ask, self.pause, self.outlet = None, ask or (lambda r,m: forecast(r, m, True)), pause, Outlet(self._follow)
         self._asked, self._seen, self._lock, self._turn, self._starts, self._works, self._closed = 0, {}, threading.RLock(), threading.Lock(), threading.Lock(), threading.Lock(), threading.Event()
@@ -311,9 +311,9 @@ def _close(self:Picker):
 Picker.newest = None   # the form that was shown last in this kernel
 Picker._launch, Picker._start, Picker._wrong, Picker._follow, Picker._ipython_display_, Picker.close = _launch, _start, _wrong, _follow, _display, _close
 
-# %% ../../nbs/ui/02_picker.ipynb #e8f3ab11
+# %% ../../nbs/ui/02_picker.ipynb #9914b25e
 def pick(
-    recipe=None, # a `Recipe` to begin with; None: the demo under ZeRO-3
+    recipe=None, # to begin with: a `Recipe`, a dict, or YAML as text or file; None: the demo under ZeRO-3
     machine=None, # plan for it: a preset such as '4xA100-80GB', a `Machine`, or None for this one
 )->Picker: # shows itself
     "A form that picks a run, says which strategies fit, and launches"

@@ -12,9 +12,10 @@ import threading, time
 from ..plan.place import near
 from ..plan.problem import Problem, RecipeError, ShardnbError
 from ..run.checkpoint import files_of
-from ..run.handle import ENDED, Run
+from ..run.handle import Run
 from ..run.registry import run_row, runs, saved_outside, undeletable
 from ..run.rundir import RunDir, RunNotFound
+from ..run.state import ENDED
 from .card import _BOX, _CARD, _CELL, _COLOURS, _SOFT, _TABLE, _div, _e, _on_page, _said, _span
 from .figures import size_text
 from .front import behind, close_all, front, leave_cell, take_cell, tried

@@ -10,7 +10,9 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import psutil
 from ranks import free_port
+from waiting import within
 
 from shardnb.run.handle import Run
 from shardnb.run.rundir import RunDir
@@ -63,6 +65,10 @@ class Lab:
         "End what a failed test has left: a run outlives its kernel and its server"
         for run in (Run(rd) for rd in RunDir.list(self.shardnb)): run.kill()
 
+    def kernels(self):
+        "Process ids of the kernels that run"
+        return {p.pid for p in psutil.Process(self.process.pid).children()}
+
     def url(self, notebook): return f"http://127.0.0.1:{self.port}/lab/workspaces/t{secrets.token_hex(3)}/tree/{notebook}?reset&token={self.token}"
 
     def close(self):
@@ -76,7 +82,7 @@ class Lab:
 class Page:
     "One notebook in the browser"
     def __init__(self, browser, lab, notebook, size=(1400, 1000)):
-        self.errors, self.foreign = [], []
+        self.errors, self.foreign, self.lab, self.file = [], [], lab, lab.root / notebook
         self.page = browser.new_page(viewport=dict(width=size[0], height=size[1]))
         self.page.on("console", lambda m: self.errors.append(m.text) if m.type == "error" else None)
         self.page.on("pageerror", lambda e: self.errors.append(str(e)))
@@ -98,9 +104,16 @@ class Page:
         "Restart the kernel, and say yes"
         self.page.keyboard.press("Escape")
         self.page.get_by_role("button", name="Restart the kernel").first.click()
+        before = self.lab.kernels()
         self.page.locator(".jp-Dialog .jp-mod-accept").click()
-        self.page.wait_for_timeout(500)
+        within(60)(lambda: self.lab.kernels() - before)   # until then the old one is idle
         self.idle()
+
+    def save(self):
+        "Save the notebook, and see that it is written"
+        before = self.file.stat().st_mtime_ns
+        self.page.keyboard.press("Control+s")
+        within(30)(lambda: self.file.stat().st_mtime_ns > before)
 
     def shot(self, name):
         ARTIFACTS.mkdir(exist_ok=True)

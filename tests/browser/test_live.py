@@ -126,8 +126,7 @@ def test_a_run_outlives_reload_and_restart(page, lab):
     assert quick
 
     # the page is loaded again: form and panel are back, and go on
-    page.page.keyboard.press("Control+s")
-    page.page.wait_for_timeout(1000)
+    page.save()
     page.page.reload()
     page.idle()
     out = output(page, PICK)
@@ -182,8 +181,8 @@ def test_the_line_is_written_and_sliders_move(page):
     field(output(page, PICK), "max_steps").press("Enter")
     run_cell(page, WRITE)
     until(lambda: cells.count() == before + 1, 30)
-    text = page.cell(WRITE + 1).locator(".cm-content").inner_text()
-    assert text.startswith("%shardtrain ") and "--max-steps 7" in text
+    text = lambda: page.cell(WRITE + 1).locator(".cm-content").inner_text()
+    until(lambda: text().startswith("%shardtrain ") and "--max-steps 7" in text(), 20)
     page.shot("live-7-written")
 
     run_cell(page, EXPLORE + 1)
@@ -212,8 +211,7 @@ def test_resume_and_kill(page, lab):
     run_cell(page, TRAIN)
     out = output(page, TRAIN)
     until(lambda: moves(out), 120)
-    page.page.keyboard.press("Control+s")
-    page.page.wait_for_timeout(1000)
+    page.save()
     page.page.reload()
     page.idle()
     out = output(page, TRAIN)

@@ -81,6 +81,12 @@ def test_every_recipe_field_magic_and_command_is_documented(site):
     assert not [n for names in ShardMagics.magics.values() for n in names if f"%{n}" not in options] and not [c for c in COMMANDS if f"shardnb {c}" not in options]
 
 
+def test_a_page_can_be_typed_as_it_is_shown(pages):
+    "nbdev takes %load_ext out of what it shows; without it the first magic that a reader types isn't found"
+    used = [f for d in ("tutorials", "explanations") for f in sorted((ROOT / "nbs" / d).glob("*.ipynb")) if "%load_ext shardnb" in f.read_text()]
+    assert len(used) > 3 and not [f.name for f in used if "%load_ext shardnb" not in "".join(pages[f"{f.parent.name}/{re.sub(r'^[0-9]+[a-z]*_', '', f.stem)}"].words)]
+
+
 def test_headings_are_in_order_and_pictures_are_described(pages):
     bad = []
     for name, p in pages.items():

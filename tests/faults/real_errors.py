@@ -83,6 +83,10 @@ def cpu_allocator(tmp): torch.empty(1 << 46)
 @provoke("memory")
 def python_memory(tmp): bytearray(1 << 62)
 
+@provoke("input")
+def asking(tmp):
+    with open(os.devnull) as nobody, setting(sys, "stdin", nobody): input("how many? ")
+
 @provoke("files")
 def open_files(tmp):
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

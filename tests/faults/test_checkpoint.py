@@ -82,14 +82,15 @@ def kill(pids, rng):
 def killed_in_a_save(recipe, at, rng, home, share=.8, **plan):
     "Kill the ranks while they save step `at`, in the first part `share` of it; returns (run, where it hit); 'too late' is after they have told of it"
     run, pids = ranks.start(recipe, home=home, **plan)
-    part = Path(recipe.output_dir) / f".checkpoint-{at}.part"
-    assert while_alive(part.exists, alive_of(pids)), run.logs()[-3000:] + "".join(p.read_text() for p in run.rundir.errors_path.iterdir())
+    part, told = Path(recipe.output_dir) / f".checkpoint-{at}.part", lambda: any(e["step"] == at for e in run.events("checkpoint"))
+    seen = while_alive(lambda: part.exists() or told(), alive_of(pids))   # a save may be over between two looks
+    assert seen, run.logs()[-3000:] + "".join(p.read_text() for p in run.rundir.errors_path.iterdir())
     took = [e["seconds"] for e in run.events("phase", 0) if e["phase"] == "saving" and e["state"] == "end"]
     time.sleep(rng.random() * share * (took[-1] if took else .1))
     kill(pids, rng)
     assert ranks.wait(pids, 10) == []
     inside = part / part.name[1:-5]
-    if any(e["step"] == at for e in run.events("checkpoint")): return run, "too late"
+    if told(): return run, "too late"
     return run, "while writing" if inside.exists() and not (inside / "shardnb.json").exists() else "while sealing" if inside.exists() else "named, not told"
 
 

@@ -175,7 +175,7 @@ def test_our_own_words_are_kept_with_the_remedy_of_what_they_came_from(libraries
     with pytest.raises(shardnb.RecipeError) as caught: model_config(shardnb.Recipe(model=str(tmp_path)), str(tmp_path))
     write_error(rundir, 0, caught.value, "loading")
     error = first_cause(rundir, {0: 1})
-    assert error["message"].startswith("RecipeError: model: no model could be loaded") and error["topic"] == "no-model" and "config.json" in error["fix"]
+    assert error["message"].startswith("model: no model could be loaded") and error["topic"] == "no-model" and "config.json" in error["fix"]
 
 
 def test_an_error_while_looking_at_an_error_hides_nothing(tmp_path):

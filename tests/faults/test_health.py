@@ -32,11 +32,11 @@ def train(tmp_path, monkeypatch):
 until = within(90)
 
 
-def stall(run, kind):
-    "The stall of that kind; while a rank still imports, another may come before it"
+def stall(run, kind, said=""):
+    "The stall of that kind with these words; while a rank still imports, another may come before it"
     def look():
         assert not run.ended, run.error
-        return (s := run.stall) and s["kind"] == kind and s
+        return (s := run.stall) and s["kind"] == kind and said in s["message"] and s
     return until(look)
 
 
@@ -52,8 +52,8 @@ HANGS = {
 def test_who_is_behind_and_what_the_others_wait_in(train, kind):
     body, ranks, line, said = HANGS[kind]
     run = train(f"import time\nimport torch\nimport torch.distributed as dist\nx = torch.ones(8)\n{body}\n")
-    s = stall(run, kind)
-    assert said in s["message"] and (s["ranks"], s["cell_line"]) == (ranks, line)
+    s = stall(run, kind, said)
+    assert (s["ranks"], s["cell_line"]) == (ranks, line)
     assert {"cell.py", "worker.py"} & {word for text in s["stacks"].values() for word in ("cell.py", "worker.py") if word in text} and set(s["stacks"]) == {"0", "1"}
     until(lambda: run.stalled == ranks, 5)
     assert s["message"] in summary(run)["doing"] and "stalled since" in text_line(run)
@@ -63,7 +63,7 @@ def test_who_is_behind_and_what_the_others_wait_in(train, kind):
 
 def test_a_rank_in_an_endless_loop_ends_the_run_when_the_others_give_up(train):
     run = train("import torch, torch.distributed as dist\nx = torch.ones(8)\nfor step in range(5):\n    dist.all_reduce(x)\n    if rank == 1 and step == 2:\n        while True: pass\n", timeout=10)
-    s = stall(run, "busy")
+    s = stall(run, "busy", "at line 6 of the cell")
     assert s["message"] == "rank 1 is busy in Python at line 6 of the cell (while True: pass); rank 0 waits for it in all_reduce of 32 B"
     assert s["stands"]["0"]["last"] == [["all_reduce", 32]] * 4 and s["stands"]["1"]["busy"] > .05 > s["stands"]["0"]["busy"]
     procs = [{"pid": e["pid"], "create_time": e["create_time"]} for e in run.events("start")]
@@ -76,7 +76,7 @@ def test_a_rank_in_an_endless_loop_ends_the_run_when_the_others_give_up(train):
 
 def test_a_stall_that_passes_leaves_nothing(train, tmp_path):
     run = train(f"import os, time, torch, torch.distributed as dist\nwhile rank == 1 and not os.path.exists({str(tmp_path / 'go')!r}): time.sleep(.1)\ndist.barrier()\n")
-    stall(run, "still")
+    stall(run, "still", "of the cell")
     (tmp_path / "go").touch()
     until(lambda: run.ended)
     assert run.state == "done" and run.stall is None and not run.rundir.stall_path.exists() and not len(run.warnings)
@@ -108,8 +108,8 @@ def data_collator(rows):
 def test_data_that_doesnt_come_under_a_trainer(train):
     "rank 1's collator hangs after four steps; rank 0 waits where the ranks count their labels"
     run = train(COLLATOR.format(what="if rank == 1 and batches == 5: time.sleep(600)"), max_steps=20, **LM)
-    s = stall(run, "data")
-    assert s["ranks"] == [1] and "rank 1 waits for data at line 9 of the cell" in s["message"] and "rank 0 waits for it in all_gather" in s["message"]
+    s = stall(run, "data", "rank 1 waits for data at line 9 of the cell")
+    assert s["ranks"] == [1] and "rank 0 waits for it in all_gather" in s["message"]
     assert {x["phase"] for x in s["stands"].values()} == {"training"} and s["stands"]["0"]["calls"] > 4
 
 
@@ -162,8 +162,8 @@ for step, b in enumerate(loader, 1):
 
 def test_a_wait_inside_ddps_backward_pass(train):
     "There rank 0 waits in C++, where Python sees no call"
-    s = stall(train(loop(before="if rank == 1 and step == 4: __import__('time').sleep(600)")), "still")
-    assert s["ranks"] == [1] and "rank 0 waits for it in all_reduce of 20 B" in s["message"] and s["stands"]["0"]["collective"]["since"] <= s["t"]
+    s = stall(train(loop(before="if rank == 1 and step == 4: __import__('time').sleep(600)")), "still", "rank 0 waits for it in all_reduce of 20 B")
+    assert s["ranks"] == [1] and s["stands"]["0"]["collective"]["since"] <= s["t"]
     assert s["limit"] < 2   # of measured steps (these are short), not the patience of a start
 
 

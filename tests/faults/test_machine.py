@@ -127,11 +127,11 @@ def test_a_disk_that_fills_up_and_is_freed(disk, start):
     run = stepping(start(home=home))
     ballast = fill(home)
     ballast.touch()
-    seen = len(run.events("step", rank=0))
-    time.sleep(1.5)
-    assert run.state == "running" and "full" in repr(run)
-    held = len(run.events("step", rank=0))
-    assert held <= seen + 40  # what still fitted into the last block
+    told = lambda: len(run.events("step", rank=0))
+    seen = told()
+    until(lambda: (before := told()) and (time.sleep(.5), told())[1] == before and "full" in repr(run))   # nothing more comes
+    held = told()
+    assert run.state == "running" and held <= seen + 40  # what still fitted into the last block
     ballast.unlink()
     until(lambda: any("the disk was full for" in e["message"] for e in run.events("warning")))
     run.stop()
