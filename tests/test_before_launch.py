@@ -206,3 +206,10 @@ def test_undefined_names_are_found_by_ruff(tmp_path):
     root = Path(__file__).resolve().parent.parent
     out = subprocess.run(["ruff", "check", "--config", str(root / "pyproject.toml"), "--output-format", "concise", str(tmp_path / "bad.py")], capture_output=True, text=True).stdout
     assert out.count("F821") == 4
+
+
+def test_rows_that_nothing_can_be_learned_from(home):
+    "A small file is read before the launch anyway, for its longest row"
+    (home / "rows.jsonl").write_text(('{"prompt": "' + "why " * 200 + '", "completion": "so"}\n') * 4)
+    p = refused("max_length", "no row has an answer within 64 tokens", dataset="rows.jsonl", max_length=64)
+    assert p.nearest

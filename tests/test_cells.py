@@ -178,3 +178,10 @@ def test_a_stop_takes_no_more_than_the_step_that_is_going_on(tmp_path, monkeypat
         asked = run.rundir.stop_requested()["t"]
         assert not [e["step"] for e in run.events("step") if e["t"] - e["step_s"] > asked + .5]   # none began later
     finally: run.kill()
+
+
+def test_objects_that_are_not_what_their_names_say(tmp_path):
+    "One clear error in place of an attribute that an int doesn't have"
+    from shardnb.plan.recipe import Recipe
+    with pytest.raises(AssertionError, match="model: is of the type int in the cell"):
+        ranks.train(Recipe(strategy="ddp", nproc=1), "model = 3\ntrain_dataset = [dict(text='a b c')]\n", home=tmp_path)

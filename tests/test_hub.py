@@ -71,3 +71,13 @@ def test_a_download_and_the_reading_of_weights_tell_how_far_they_are(here, files
     want = load_file(f"{files}/model.safetensors")
     assert all(bool((p == want[n]).all()) for n, p in model.named_parameters())
     assert told and told[0][0] == 0 and told[0][2] == "MiB of the model fetched", told
+
+
+def test_a_conversion_of_the_demo_model_that_is_killed_is_said_in_a_few_words(tmp_path, monkeypatch):
+    from shardnb.plan.problem import ShardnbError
+    from shardnb.run import builtin
+    (python := tmp_path / "python").write_text("#!/bin/sh\necho 'Loading weights:  3%|#'\necho 'last words'\nkill -9 $$\n")
+    python.chmod(0o700)
+    monkeypatch.setattr(builtin.sys, "executable", str(python))
+    with pytest.raises(ShardnbError) as e: builtin._convert_in_subprocess(tmp_path / "out", None)
+    assert "killed, mostly for lack of memory" in str(e.value) and str(e.value).endswith("\n  last words") and "%" not in str(e.value)

@@ -248,10 +248,12 @@ def test_a_document_that_unfolds_without_end_and_a_folder():
     assert "'.' is a folder" in problem(Recipe.from_yaml, ".")
 
 
-@pytest.mark.parametrize("line", ["--nproc 2 --nproc 3", "-n 2 --nproc 2", "--packing --no-packing"])
-def test_an_option_given_twice(line):
+def test_the_last_of_an_option_wins_on_a_line():
+    "As on any command line, so that the options of an advice can be put behind it; in a file the same is a mistake"
     from shardnb.ui.options import OptionParser, add_recipe_options, parse_options
-    assert "given twice on this line" in problem(parse_options, add_recipe_options(OptionParser(prog="x")), line.split())
+    told = parse_options(add_recipe_options(OptionParser(prog="x")), "--micro-batch 16 --packing --micro-batch 1 --no-packing".split())
+    assert vars(told) == dict(micro_batch="1", packing="false")
+    assert "given twice, on lines 1 and 2" in problem(Recipe.from_yaml, "nproc: 2\nnproc: 3")
 
 
 @pytest.mark.parametrize("what", ["plan", "predict", "pick", "train"])

@@ -7,7 +7,7 @@ Docs: https://shardnb.github.io/shardnb/run/builtin.html.md"""
 # %% auto #0
 __all__ = ['DEMO_PIP', 'cache_dir', 'build_once', 'demo_problems', 'builtin_folder']
 
-# %% ../../nbs/run/04e_builtin.ipynb #af8b261a
+# %% ../../nbs/run/04e_builtin.ipynb #a18fa08e
 import json
 import os
 import shutil
@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..plan.place import unwritable
-from ..plan.problem import Problem, RecipeError, missing_package
+from ..plan.problem import Problem, RecipeError, ShardnbError, missing_package
 
 # %% ../../nbs/run/04e_builtin.ipynb #0062969d
 def cache_dir() -> Path: # `$SHARDNB_CACHE`, else `shardnb` in the user's cache folder
@@ -123,7 +123,7 @@ def _convert_demo(folder: Path, say: Callable[[str], None]):
         weights="4-bit (GGUF Q4_1), dequantized once to float32: not the values that were published in 16 bits")
     (folder/"shardnb.json").write_text(json.dumps(note, indent=1) + "\n", encoding="utf-8")
 
-# %% ../../nbs/run/04e_builtin.ipynb #f9d45516
+# %% ../../nbs/run/04e_builtin.ipynb #3cb57a86
 def _convert_in_subprocess(folder: Path, on_progress: Callable|None):
     "Run `_convert_demo` in a fresh interpreter and pass on what it says"
     env = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")}
@@ -136,7 +136,9 @@ def _convert_in_subprocess(folder: Path, on_progress: Callable|None):
         if on_progress: on_progress(steps, 2, line[1:].strip())
         steps += 1
     if p.wait():
-        raise RuntimeError(f"the demo model could not be converted (exit code {p.returncode}); the end of what it printed:\n" + "\n".join(tail))
+        killed = "; it was killed, mostly for lack of memory: it takes about 2 GiB" if p.returncode == -9 else ""
+        said = [line for line in tail if line.strip() and "\r" not in line and "%|" not in line][-5:]
+        raise ShardnbError(f"the demo model could not be converted (exit code {p.returncode}{killed})" + "".join(f"\n  {line}" for line in said))
     if on_progress: on_progress(2, 2, "demo model ready")
 
 # %% ../../nbs/run/04e_builtin.ipynb #0f01a5bf

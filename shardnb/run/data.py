@@ -153,7 +153,7 @@ def _write(path: Path, tokenized: Iterator[dict]) -> int: # rows written
         if part: flush()
     return n
 
-# %% ../../nbs/run/06_data.ipynb #308518c4
+# %% ../../nbs/run/06_data.ipynb #b6c30fb7
 def _count(recipe, given) -> int|None: # None when only reading them all would tell
     "How many rows there are, for a progress bar"
     p = Path(recipe.dataset or "").expanduser()
@@ -205,7 +205,7 @@ def _nothing(recipe, s: dict) -> Problem:
     if s["hidden"] == s["rows"]:
         return Problem("assistant_only_loss", True, "the tokenizer's chat template doesn't show where the assistant's answers begin and end: it rewrites the turns and has no {% generation %} markers",
             "false (learn from every token), or a tokenizer whose template has markers", "false")
-    return Problem("max_length", recipe.max_length, f"no row has an answer within {recipe.max_length} tokens (the longest row has {s['longest']})")
+    return Problem("max_length", recipe.max_length, f"no row has an answer within {recipe.max_length} tokens (the longest row has {s['longest']})", nearest=str(s["longest"]))
 
 # %% ../../nbs/run/06_data.ipynb #0544a2b6
 def _split(ds, share: float, seed: int): # (train, eval or None)

@@ -59,7 +59,7 @@ def _notes(recipe, moe, longest):
     elif longest is None: yield f"rows are counted at max_length {recipe.max_length}: at most that long"
     if recipe.fsdp_keep: yield "fsdp_keep: units that stay whole are counted from the start of forward"
 
-# %% ../../nbs/run/03d_forecast.ipynb #966b30b1
+# %% ../../nbs/run/03d_forecast.ipynb #3a4a3e22
 class Forecaster:
     "Facts and traces of the models that were asked about, and predictions from them."
     def __init__(self): self._facts, self._traces = {}, {}
@@ -127,13 +127,12 @@ def rows_at_hand(
 
 def longest_row(
     recipe: Recipe, # resolved
-) -> int|None:      # tokens; None where only reading all rows would tell
+) -> int|None:      # tokens; None where only reading all rows would tell. Raises `RecipeError` where they can be read now and no run could use them
     "The longest row, where the rows are at hand or an earlier run has tokenized them."
     from shardnb.run.data import row_lengths
     from shardnb.run.models import load_tokenizer
     if not recipe.dataset or not (recipe.dataset == "demo" or is_path(recipe.dataset)): return None
-    try: found = row_lengths(recipe, load_tokenizer(recipe), make=rows_at_hand(recipe))
-    except RecipeError: return None # what is wrong with the data, the checks before the launch say
+    found = row_lengths(recipe, load_tokenizer(recipe), make=rows_at_hand(recipe))
     return found and found["longest"]
 
 _POINTS = 16

@@ -163,7 +163,7 @@ def _grow(facts, path, kinds):
     params = [*rows[:at[0]], *(renamed(p, k, i) for i, k in enumerate(kinds) for p in of(k)), *rows[at[-1] + 1:]]
     return facts | {"params": params, "total": sum(p[1] for p in params), "trainable": sum(p[1] for p in params if p[2])}
 
-# %% ../../nbs/run/03_planner.ipynb #955a598c
+# %% ../../nbs/run/03_planner.ipynb #62423407
 QUIET = 900  # s without a question before the helper leaves
 
 def _validate(d, world_size=1):
@@ -193,9 +193,17 @@ def _choose(**kw):
 
 CALLS = {"model_facts": model_facts, "predict": _predict, "forecast": _forecast, "plan": _plan, "choose": _choose, "validate_deepspeed": _validate, "preview": _preview, "ping": lambda: "pong"}
 
+def _go_to(folder):
+    "Stand where the one who asks stands: relative paths mean the same, and what was known of those of another folder is forgotten"
+    if folder == os.getcwd(): return
+    os.chdir(folder)
+    if known := sys.modules.get("shardnb.run.forecast"): known._forecaster = known.Forecaster()
+
 def _answer(q):
     "One answer to one question"
-    try: return {"ok": plain(CALLS[q["call"]](**q["kw"]))}
+    try:
+        _go_to(q["cwd"])
+        return {"ok": plain(CALLS[q["call"]](**q["kw"]))}
     except RecipeError as e: return {"problems": [plain(astuple(p)) for p in e.problems]}
     except Exception as e:
         import traceback
@@ -247,7 +255,7 @@ class Planner:
         "What the helper's libraries said"
         return Path(self._log.name).read_text(errors="replace") if self._log else ""
 
-# %% ../../nbs/run/03_planner.ipynb #ce210a69
+# %% ../../nbs/run/03_planner.ipynb #79757983
 def _read_line(self, timeout):
     "One line of the helper, or PlanError"
     until = time.monotonic() + timeout
@@ -271,7 +279,7 @@ def _call(self,
     with self._lock:
         self._start()
         try:
-            try: self._p.stdin.write(json.dumps({"call": name, "kw": plain(kw)}).encode() + b"\n"), self._p.stdin.flush()
+            try: self._p.stdin.write(json.dumps({"call": name, "kw": plain(kw), "cwd": os.getcwd()}).encode() + b"\n"), self._p.stdin.flush()
             except BrokenPipeError: self._buf = b""  # it has just left; reading tells its last words
             a = _read_line(self, timeout)
         except BaseException:  # such as an interrupt: the answer would be taken for that of the next question
@@ -338,7 +346,7 @@ def _secret_problems(r): # worked out
     "Settings that ranks would not read as they are"
     return [_as_secret(k, names) for k, v in r.options().items() if masked(v) is not v and (names := secret_holders(str(v)))]
 
-# %% ../../nbs/run/03_planner.ipynb #8e95a0b3
+# %% ../../nbs/run/03_planner.ipynb #eb3da673
 def _class_problems(recipe, facts):
     "Layer classes to wrap, and modules to keep gathered, that the model lacks"
     out = [] if not recipe.fsdp_wrap or any(p[3].startswith("layers.") for p in facts["params"]) else [
@@ -404,6 +412,7 @@ def plan_run(
     if problems: raise RecipeError(_distinct(problems, said))
     s = Strategy.parse(r.strategy)
     held = state_bytes(facts, s, found, r.precision, nproc, weights_dtype(r), optim=r.optim) if facts else None
-    told, unknown = _predicted(r, s, nproc, machine) if facts and predict else (None, [])
+    rows = r.model_copy(update={"dataset": None}) if "train_dataset" in cell.assigned else r  # the cell's own rows are known to nobody yet
+    told, unknown = _predicted(rows, s, nproc, machine) if facts and predict else (None, [])
     return {"v": 1, "recipe": r.to_yaml(), "given": recipe.to_yaml(), "strategy": s.name, "engine": s.engine, "kind": kind, "model": r.model or ("the cell's" if own_model else None), "dataset": r.dataset, "output_dir": r.output_dir if kind != "loop" else None, "nproc": nproc, "world_size": nproc,
             "settings": found, "facts": facts, "state_bytes": held, "predicted": told and told["breakdown"], "predicted_lengths": told and {k: told[k] for k in ("longest", "by_length")}, "machine": str(machine), "cuda": machine.cuda, "device_bytes": machine.device_bytes, "timeout": r.timeout, "env": rank_env(r, machine, nproc), "notes": [*why, *unknown, *found["notes"], *no_effect(recipe, kind, cell.assigned, cell.text)]}

@@ -80,7 +80,7 @@ def suggestions(
         seen.add(options), kinds.append(kind[0])
     return out[:most]
 
-# %% ../../nbs/run/11b_remedy.ipynb #88d85498
+# %% ../../nbs/run/11b_remedy.ipynb #eccebc2c
 def _smaller(recipe, old, machine, strategy, nproc):
     "The largest micro-batch that fits with the same rows in a step, if there is one: (changes, words, row)"
     from shardnb.run.forecast import predict
@@ -88,7 +88,7 @@ def _smaller(recipe, old, machine, strategy, nproc):
     while micro % 2 == 0:
         micro, accum = micro // 2, accum * 2
         b = predict(recipe.replace(micro_batch=micro, grad_accum=accum, global_batch=None), strategy, machine)
-        fits, _ = verdict(b, machine, nproc)
+        fits, _ = verdict(b, machine.with_disk(recipe.nvme_path), nproc)
         if fits != "no": return [(dict(micro_batch=micro, grad_accum=accum), f"micro_batch {micro}, grad_accum {accum} (the same global batch)", dict(fits=fits, peak_bytes=b.peak))]
     return []
 

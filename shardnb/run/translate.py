@@ -113,9 +113,9 @@ _GPU = [
     Known("ecc", r"uncorrectable ECC error|unspecified launch failure", "the GPU reports a hardware error", ("try another GPU: gpus", "restart the machine; tell who runs it"), "CUDA error: uncorrectable ECC error encountered", _CUDA),
 ]
 
-# %% ../../nbs/run/10b_translate.ipynb #c51446ae
+# %% ../../nbs/run/10b_translate.ipynb #b6cb18f1
 _CODE = [
-    Known("input", r"EOFError: EOF when reading a line", "a rank can't ask: nobody is at its standard input", ("set what input() would return as a variable of the notebook; the cell is sent its value",), "EOF when reading a line"),
+    Known("input", r"EOFError: EOF when reading a line", "a rank can't ask: nobody is at its standard input", ("set what input() would return as a variable of the notebook; the cell is sent its value",), "EOFError: EOF when reading a line"),
     Known("no-grad", r"element 0 of tensors does not require grad", "the loss depends on nothing that trains", ("with adapters and reentrant checkpointing: use_reentrant=False, or model.enable_input_require_grads()", "don't train under torch.no_grad() or with all weights frozen"),
           "element 0 of tensors does not require grad and does not have a grad_fn"),
     Known("ready-twice", r"mark a variable ready only once", "DDP saw a weight's gradient twice in one backward pass, mostly from reentrant checkpointing", ("use_reentrant=False in gradient_checkpointing_kwargs", "find_unused_parameters false", "strategy zero2 or fsdp"), "Expected to mark a variable ready only once."),

@@ -202,11 +202,13 @@ def near_names(ns): # ns: a cell's namespace
     "What a cell made, for a message."
     return ", ".join(n for n in ns if not n.startswith("_") and n not in PROVIDED)[:200] or None
 
-# %% ../../nbs/run/09_worker.ipynb #03b5a42b
+# %% ../../nbs/run/09_worker.ipynb #8ae3e543
 @patch
 def build_trainer(self: Worker, ns: dict): # ns: the cell's namespace; returns an observed trainer
     "A trainer from what the cell made, and from the recipe for the rest."
+    from shardnb.run import models
     from shardnb.run.watch import watch
+    if bad := models.object_problems(ns): raise RecipeError(bad)
     if ns.get("trainer") is not None:
         self.phase("sharding")
         _check_trained(ns["trainer"].model)
@@ -215,7 +217,6 @@ def build_trainer(self: Worker, ns: dict): # ns: the cell's namespace; returns a
     from trl import SFTConfig
     args = ns.get("args") or SFTConfig(**self.training_arguments(bool(self.recipe.eval_share) or ns.get("eval_dataset") is not None))
     self.phase("loading")
-    from shardnb.run import models
     from shardnb.run.packing import packing_problems
     tok = ns.get("tokenizer") or (models.load_tokenizer(self.recipe, on_note=self.say, on_progress=self.progress) if self.recipe.model or self.recipe.tokenizer else None)
     model = ns.get("model")

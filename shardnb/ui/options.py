@@ -47,7 +47,7 @@ def recipe_names(
     files = [f+'/' if Path(f).is_dir() else f for f in found if Path(f).is_dir() or f.endswith(('.yaml', '.yml', '.json'))]
     return [n for n in library() if n.startswith(fragment)]+files
 
-# %% ../../nbs/ui/07_options.ipynb #457f2e1f
+# %% ../../nbs/ui/07_options.ipynb #7ec1bcc1
 class OptionParser(argparse.ArgumentParser):
     "An `argparse` parser that raises one `RecipeError` in place of leaving the process"
     def __init__(self, *a, **kw): super().__init__(*a, allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter, **kw)
@@ -55,16 +55,6 @@ class OptionParser(argparse.ArgumentParser):
         m = re.fullmatch(r'argument (?:.*/)?(\S+): (.*)', message)
         raise RecipeError([Problem(m[1], None, 'needs a value' if m[2]=='expected one argument' else m[2]) if m else Problem(self.prog, None, message)])
     def options(self): return [o for a in self._actions for o in a.option_strings if o.startswith('--')]
-
-class _Once(argparse.Action):
-    "Keeps a value, and refuses a second one"
-    def __call__(self, parser, ns, value, option=None):
-        if self.dest in ns: raise RecipeError([Problem(self.dest, value, f'given twice on this line ({getattr(ns, self.dest)} and then {value})')])
-        setattr(ns, self.dest, value)
-
-class _No(_Once):
-    "The same for `--no-NAME`"
-    def __call__(self, parser, ns, value, option=None): super().__call__(parser, ns, 'false', option)
 
 def add_recipe_options(
     parser, # an `OptionParser`
@@ -74,11 +64,11 @@ def add_recipe_options(
     for o in options_of():
         g = groups[o.group]
         words = choices_of(o.name)
-        kw = dict(action=_Once, dest=o.name, default=argparse.SUPPRESS, help=o.meaning.replace('%', '%%'), metavar='|'.join(words) if 0<len(words)<7 else o.kind.upper())
+        kw = dict(dest=o.name, default=argparse.SUPPRESS, help=o.meaning.replace('%', '%%'), metavar='|'.join(words) if 0<len(words)<7 else o.kind.upper())
         flags = [*filter(None, [SHORT.get(o.name)]), o.flags[0]]
         if o.kind=='bool':
             g.add_argument(*flags, nargs='?', const='true', **kw)
-            g.add_argument('--no-'+o.flags[0][2:], dest=o.name, action=_No, nargs=0, default=argparse.SUPPRESS, help=argparse.SUPPRESS)
+            g.add_argument('--no-'+o.flags[0][2:], dest=o.name, action='store_const', const='false', default=argparse.SUPPRESS, help=argparse.SUPPRESS)
         else: g.add_argument(*flags, **kw)
     return parser
 
