@@ -8,10 +8,13 @@ os.environ.update(OMP_NUM_THREADS="1", TOKENIZERS_PARALLELISM="false", HF_HUB_OF
 
 
 @pytest.fixture(autouse=True)
-def no_ranks_are_left():
-    "Ranks of a test that fails half-way would train on beside all the tests after it"
+def nothing_is_left():
+    "Ranks of a test that fails half-way would train on beside all the tests after it; and ranks that are forked inherit what it leaves of Accelerate's state"
     yield
     if "ranks" in sys.modules: sys.modules["ranks"].end_all()
+    if "accelerate.state" in sys.modules:
+        from accelerate.state import AcceleratorState
+        AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @pytest.fixture
