@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import faulthandler
 import http.server
+import io
 import json
 import os
 import pickle
@@ -85,7 +86,7 @@ def python_memory(tmp): bytearray(1 << 62)
 
 @provoke("input")
 def asking(tmp):
-    with open(os.devnull) as nobody, setting(sys, "stdin", nobody): input("how many? ")
+    with setting(sys, "stdin", io.StringIO()): input("how many? ")
 
 @provoke("files")
 def open_files(tmp):
