@@ -13,7 +13,7 @@ import time
 import toggled
 
 BLOCK, LIMIT = 8, 1.03
-SECONDS = dict(ddp=400, zero2=600, zero3=1300, fsdp=600)  # until the interval is narrow: a step scatters by 14 %, and those of ZeRO-3 are the longest
+SECONDS = dict(ddp=400, zero2=600, zero3=1300, fsdp=1300)  # until the interval is narrow: a step scatters by 14 %, and those that gather are the longest
 
 
 def in_rank(path):

@@ -360,13 +360,6 @@ def test_liger_s_package_is_asked_for_where_there_is_a_gpu():
     with pytest.raises(RecipeError, match="Liger's kernels need a GPU"): r.resolve(2)
 
 
-@pytest.mark.parametrize("name", ["cpuadam", "DeepSpeedCPUAdam", "deepspeed_cpu_adam"])
-def test_cpu_adam_is_told_what_stands_in_for_it(name):
-    from shardnb.plan.problem import RecipeError
-    from shardnb.plan.recipe import Recipe
-    with pytest.raises(RecipeError, match="has to be compiled.*optim-cpu.*adamw_torch"): Recipe(optim=name, strategy="zero3+optim-cpu")
-
-
 MADE = "train_dataset = [dict(prompt='1 + 1 is', completion='2')] * 8"
 OWN = MADE + "\nfrom transformers import AutoModelForCausalLM\nmodel = AutoModelForCausalLM.from_pretrained(base)"
 

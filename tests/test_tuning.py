@@ -7,6 +7,7 @@ import ranks
 from shardnb.plan.problem import RecipeError
 from shardnb.plan.recipe import Recipe
 from shardnb.run.builtin import demo_problems
+from shardnb.run.compiled import is_built
 from shardnb.run.models import load_model, load_tokenizer, resolve_model
 
 SMOL = dict(model="demo", dataset="demo", nproc=2, precision="fp32", micro_batch=4, global_batch=8, max_steps=9, max_length=96, eval_share=.08, eval_steps=3,
@@ -132,9 +133,53 @@ def test_8_bit_moments_are_the_same_under_every_strategy_that_takes_them(rows, t
     assert all(v == pytest.approx(losses["ddp"], rel=1e-4) for v in losses.values()), losses
 
 
+CPU_ADAM = {"optim": "deepspeed_cpu_adam"}
+needs_cpu_adam = pytest.mark.skipif(not is_built("cpu_adam"), reason="DeepSpeed's operation cpu_adam isn't built: make nvme")
+
+
+@pytest.mark.slow
+@needs_cpu_adam
+@pytest.mark.parametrize("strategy,kw", [("zero1+optim-cpu", {}), ("zero2+optim-cpu", {}), ("zero3+optim-cpu", {}), ("zero3+optim-cpu+param-cpu", {}), ("zero3+optim-cpu", dict(precision="bf16")), ("zero3+optim-nvme", {})])
+def test_deepspeed_s_cpu_adam_steps_as_pytorch_s_adamw_does(rows, tmp_path, strategy, kw):
+    if "nvme" in strategy:
+        if not is_built("async_io"): pytest.skip("DeepSpeed's operation async_io isn't built: make nvme")
+        kw = kw | dict(nvme_path=str(tmp_path))
+    torchs, own = (go(rows, tmp_path, strategy, weight_decay=.1, **kw, **o) for o in ({}, CPU_ADAM))
+    assert own.metrics.loss.iloc[-1] < own.metrics.loss.iloc[0]
+    assert own.metrics.loss.tolist() == pytest.approx(torchs.metrics.loss.tolist(), rel=2e-4 if kw.get("precision") == "bf16" else 1e-5)
+    assert [e["optimizer"] for r in (torchs, own) for e in r.events("effective")] == ["AdamW"] * 2 + ["DeepSpeedCPUAdam"] * 2
+    host = lambda run: run.memory.query("moment == 'after_step' and category == 'optimizer'").groupby("rank").bytes.max().tolist()
+    assert host(own) == pytest.approx(host(torchs), rel=.01, abs=64)
+
+
+@pytest.mark.slow
+@needs_cpu_adam
+def test_a_checkpoint_of_deepspeed_s_cpu_adam_goes_anywhere(rows, tmp_path):
+    "Its step is a plain number, PyTorch's a tensor; each gets its own form"
+    def way(first, then):
+        kw = dict(weight_decay=.1, lr_scheduler_type="constant")
+        whole = go(rows, tmp_path, **first, save_steps=3, max_steps=6, **kw)
+        rest = go(rows, tmp_path, **then, max_steps=6, **kw, plan=dict(resume_from=str(next(c for c in whole.checkpoints if c.step == 3).path)))
+        assert rest.metrics.step.tolist() == whole.metrics.step.tolist()[3:]
+        assert rest.metrics.loss.tolist() == pytest.approx(whole.metrics.loss.tolist()[3:], rel=1e-4)
+    offloaded = dict(strategy="zero3+optim-cpu", **CPU_ADAM)
+    way(offloaded, dict(strategy="fsdp"))
+    way(dict(strategy="zero2"), offloaded)
+    way(offloaded, offloaded)
+
+
+def test_an_operation_that_isn_t_built_is_said_before_a_rank_starts(rows, tmp_path, monkeypatch):
+    from shardnb.run.planner import plan_run
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr("shardnb.run.compiled._package_dir", lambda name: None)
+    with pytest.raises(RecipeError, match=r"optim: .*make nvme.*adamw_torch"): plan_run(Recipe(model="tiny", dataset=str(rows), strategy="zero3+optim-cpu", **CPU_ADAM), predict=False)
+    with pytest.raises(RecipeError, match=r"strategy: .*libaio-dev.*AsyncIOBuilder"): plan_run(Recipe(model="tiny", dataset=str(rows), strategy="zero3+optim-nvme", nvme_path=str(tmp_path)), predict=False)
+
+
 REFUSED = [
     (dict(optim="adafactor", strategy="zero2"), "no rows and columns"), (dict(optim="adafactor", strategy="fsdp"), "fails in its first step"),
     (dict(optim="adamw_8bit", strategy="fsdp"), "zero1, zero2 and zero3 shard it"), (dict(optim="adamw_8bit", strategy="zero3+optim-nvme", nvme_path="/tmp"), "fp32 moments only"),
+    (dict(optim="deepspeed_cpu_adam", strategy="zero3"), "keeps them on the device"), (dict(optim="cpuadam", strategy="fsdp+param-cpu"), "elsewhere than ZeRO does"),
     (dict(use_dora=True, tuning="qlora", strategy="zero3"), "one type only"), (dict(lr_scheduler_type="cosine_warmup_with_min_lr"), "min_lr"),
 ]
 

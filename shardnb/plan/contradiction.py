@@ -13,7 +13,7 @@ from .problem import Problem, missing_package, nearest, unknown_word
 from .secret import mask_shapes, secret_holders, secret_name
 from .strategy import Strategy
 
-# %% ../../nbs/plan/01c_contradiction.ipynb #b345ce85
+# %% ../../nbs/plan/01c_contradiction.ipynb #39274c53
 def _precision_problems(r, s):
     out, p = [], r.precision
     if p == "fp32" and r.dtype in ("bfloat16", "float16"):
@@ -22,7 +22,7 @@ def _precision_problems(r, s):
         out.append(Problem("dtype", r.dtype, f"precision bf16-pure keeps weights in bfloat16, not {r.dtype}", "bfloat16", "bfloat16"))
     if p == "bf16-pure" and r.fp32_norms: out.append(Problem("fp32_norms", True, "precision bf16-pure keeps nothing in fp32", "false, or precision bf16"))
     if p == "bf16-pure" and s.engine == "deepspeed" and "optim" in s.offload:
-        out.append(Problem("precision", p, f"under {r.strategy} DeepSpeed allows bf16-pure only with its compiled CPU Adam", "fp32, bf16, fp16", "bf16"))
+        out.append(Problem("precision", p, f"under {r.strategy} DeepSpeed allows bf16-pure only with a CPU Adam whose moments are bf16 too, which shardnb doesn't set up", "fp32, bf16, fp16", "bf16"))
     if p == "fp16" and r.fp32_norms and s.engine == "deepspeed":
         out.append(Problem("fp32_norms", True, f"at precision fp16 under {s.name} DeepSpeed's autocast clips gradients that are still scaled, and never lowers the scale", "false, or precision bf16", "false"))
     if r.tuning == "qlora" and p == "fp16" and s.engine == "fsdp":
@@ -30,16 +30,18 @@ def _precision_problems(r, s):
                            "bf16"))
     return out
 
-# %% ../../nbs/plan/01c_contradiction.ipynb #95f1d7f0
+# %% ../../nbs/plan/01c_contradiction.ipynb #87755df0
 _DORA4 = "DoRA on a 4-bit model can't be taken apart by DeepSpeed, which joins parameters of one type only"
 def _tuning_problems(r, s):
     "Optimizers and adapters that this engine can't shard."
-    out, others = [], "adamw_torch, sgd" + (", adamw_8bit" if s.engine != "fsdp" and not s.nvme else "")
+    hosted = s.engine == "deepspeed" and "optim" in s.offload
+    out, others = [], "adamw_torch, sgd" + (", adamw_8bit" if s.engine != "fsdp" and not s.nvme else "") + (", deepspeed_cpu_adam" if hosted else "")
     def no(why): out.append(Problem("optim", r.optim, why, others, "adamw_torch"))
     if r.optim == "adafactor" and s.stage: no(f"under {s.name} each rank updates one flat slice, which has no rows and columns: Adafactor would keep a full moment of it and compute something else")
     if r.optim == "adafactor" and s.engine == "fsdp": no(f"Transformers' Adafactor mixes sharded with whole tensors under {s.name} and fails in its first step")
     if r.optim == "adamw_8bit" and s.engine == "fsdp": no(f"bitsandbytes' kernels don't take FSDP2's sharded tensors, so it fails under {s.name}; zero1, zero2 and zero3 shard it")
     if r.optim == "adamw_8bit" and s.nvme: no(f"{s.name} keeps the optimizer on disk, which DeepSpeed does for fp32 moments only")
+    if r.optim == "deepspeed_cpu_adam" and not hosted: no(f"DeepSpeed's CPU Adam updates slices in host memory, and {s.name} keeps them " + ("elsewhere than ZeRO does" if "optim" in s.offload or s.engine == "fsdp" and s.offload else "on the device") + "; zero1, zero2 and zero3 with +optim-cpu have them there")
     if r.use_dora and r.tuning == "qlora" and s.stage: out.append(Problem("use_dora", True, f"{_DORA4} ({s.name})", "false, or strategy ddp or fsdp, or tuning lora", "false"))
     return out
 

@@ -17,7 +17,7 @@ from .place import as_path, missing_file
 from .recipe import Recipe, _once
 from .strategy import Strategy, _parse_strategy
 
-# %% ../../nbs/plan/04_override.ipynb #edfe231f
+# %% ../../nbs/plan/04_override.ipynb #57aed9f0
 def _at(d, path, default=None):
     "The value at dotted `path`, if it is there and not 'auto'."
     for k in path.split("."):
@@ -25,7 +25,7 @@ def _at(d, path, default=None):
         d = d[k]
     return default if d == "auto" else d
 _SCHEDULES = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-_OPTIMIZERS = {"adam": "adamw_torch", "adamw": "adamw_torch", "fusedadam": "adamw_torch", "sgd": "sgd"}
+_OPTIMIZERS = {"adam": "adamw_torch", "adamw": "adamw_torch", "fusedadam": "adamw_torch", "deepspeedcpuadam": "deepspeed_cpu_adam", "sgd": "sgd"}
 _SAID = {"train_batch_size": "global_batch", "train_micro_batch_size_per_gpu": "micro_batch", "gradient_accumulation_steps": "grad_accum",
          "gradient_clipping": "max_grad_norm", "optimizer.params.lr": "learning_rate", "optimizer.params.weight_decay": "weight_decay",
          "optimizer.params.eps": "adam_epsilon", "scheduler.params.warmup_num_steps": "warmup_steps", "scheduler.params.warmup_max_lr": "learning_rate"}
@@ -250,7 +250,7 @@ def _zero_notes(out, notes):
         out["stage3_gather_16bit_weights_on_model_save"] = True
         notes.append(f"{at}.stage3_gather_16bit_weights_on_model_save stays on: without it a checkpoint holds shards and no model file")
 
-# %% ../../nbs/plan/04_override.ipynb #f155dfb5
+# %% ../../nbs/plan/04_override.ipynb #1abe2b0e
 def _said_twice(d, recipe, problems, notes):
     "Things that JSON and recipe both say."
     given = recipe.model_fields_set
@@ -265,7 +265,7 @@ def _said_twice(d, recipe, problems, notes):
     for block, known, field in (("optimizer", _OPTIMIZERS, "optim"), ("scheduler", _SCHEDULES, "lr_scheduler_type")):
         if d.get(block) in (None, "auto"): continue
         t = _at(d, f"{block}.type")
-        names = {"optimizer": "AdamW, Adam, SGD"}.get(block, ", ".join(known))
+        names = {"optimizer": "AdamW, Adam, SGD, DeepSpeedCPUAdam"}.get(block, ", ".join(known))
         if not isinstance(d[block], dict): problems.append(Problem(f"deepspeed.{block}", d[block], "is not an object", '{"type": …, "params": {…}}'))
         elif t is not None and (str(t).lower() if block == "optimizer" else t) not in known:
             problems.append(Problem(f"deepspeed.{block}.type", t, f"shardnb can't translate {t!r}", names, nearest(t, names.split(", "))))
@@ -289,7 +289,7 @@ def _param_rules(d, problems, notes):
         if block == "scheduler" and params.get("warmup_num_steps") and "warmup_type" not in params:
             notes.append(f"{at}: the rate rises in a straight line, where DeepSpeed's default is logarithmic")
 
-# %% ../../nbs/plan/04_override.ipynb #fbe566f5
+# %% ../../nbs/plan/04_override.ipynb #789e9715
 def check_deepspeed(
     d,           # a DeepSpeed JSON, as a mapping
     recipe,      # the `Recipe` that it goes with
@@ -310,7 +310,7 @@ def check_deepspeed(
                                      + (", and it has no 'enabled' key" if isinstance(v, dict) and "enabled" in v else "")
                                      + "; use the option activation_checkpointing")
         elif k == "zero_force_ds_cpu_optimizer" and v:
-            notes.append("deepspeed.zero_force_ds_cpu_optimizer stays off: every strategy uses PyTorch's AdamW, and nothing is compiled")
+            notes.append("deepspeed.zero_force_ds_cpu_optimizer stays off: every strategy uses PyTorch's AdamW, and nothing is compiled, unless optim is deepspeed_cpu_adam")
         elif k == "zero_allow_untested_optimizer": pass
         else: out[k] = v
     out |= _precision_rules(d, recipe, problems)

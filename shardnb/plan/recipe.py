@@ -74,14 +74,14 @@ class _Data(_Tuning):
     dataloader_num_workers: int = _f("data", 0, "Extra processes per rank that load data", ge=0)
     max_samples: int|None = _f("data", None, "Use no more rows than this; all", ge=1)
 
-# %% ../../nbs/plan/02_recipe.ipynb #7a5b3bc3
+# %% ../../nbs/plan/02_recipe.ipynb #2db2d168
 class _Optimization(_Data):
     micro_batch: int|None = _f("batch", None, "Rows a rank handles at once", ge=1)
     grad_accum: int|None = _f("batch", None, "Micro-batches whose gradients are added before a step", ge=1)
     global_batch: int|None = _f("batch", None, "Rows per step over all ranks", ge=1)
     learning_rate: float|None = _f("optimization", None, "Peak learning rate; 1e-5 full, 1e-4 lora, 2e-4 qlora", gt=0)
-    optim: Literal["adamw_torch", "adamw_torch_fused", "sgd", "adafactor", "adamw_8bit"] = _f("optimization", "adamw_torch",
-            "Optimizer; PyTorch's own, the same under every strategy. adafactor (Transformers') and adamw_8bit (bitsandbytes') keep less per parameter")
+    optim: Literal["adamw_torch", "adamw_torch_fused", "sgd", "adafactor", "adamw_8bit", "deepspeed_cpu_adam"] = _f("optimization", "adamw_torch",
+            "Optimizer; PyTorch's own, the same under every strategy. adafactor (Transformers') and adamw_8bit (bitsandbytes') keep less per parameter; deepspeed_cpu_adam (DeepSpeed's, compiled) steps faster under +optim-cpu")
     weight_decay: float = _f("optimization", 0.0, "Share of a weight that a step of learning rate 1 takes away", ge=0)
     adam_beta1: float = _f("optimization", 0.9, "Memory of Adam's mean", ge=0, lt=1)
     adam_beta2: float = _f("optimization", 0.999, "Memory of Adam's variance", ge=0, lt=1)
@@ -118,12 +118,12 @@ class _Sharding(_Optimization):
     timeout: int = _f("ranks", 600, "Seconds after which a rank that waits for another gives up", ge=10)
     out: list[str] = _f("ranks", [], "Names that come back from rank 0 as run.result")
 
-# %% ../../nbs/plan/02_recipe.ipynb #0c5e088a
+# %% ../../nbs/plan/02_recipe.ipynb #008984a6
 _WORDS = {"precision": {"float32": "fp32", "no": "fp32", "float": "fp32", "bfloat16": "bf16", "bf16-mixed": "bf16", "float16": "fp16", "half": "fp16",
                         "fp16-mixed": "fp16", "bf16-true": "bf16-pure"},
           "attn_implementation": {"flash_attn": "flash_attention_2", "flash_attention": "flash_attention_2", "fa2": "flash_attention_2",
                                   "fa3": "flash_attention_3", "flex": "flex_attention"}}
-_WORDS["optim"] = {"adamw_bnb_8bit": "adamw_8bit", "adamw": "adamw_torch"}
+_WORDS["optim"] = {"adamw_bnb_8bit": "adamw_8bit", "adamw": "adamw_torch", **dict.fromkeys(("deepspeedcpuadam", "cpuadam", "cpu_adam"), "deepspeed_cpu_adam")}
 _WORDS["dtype"] = _WORDS["reduce_dtype"] = {"fp32": "float32", "float": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
 @cache
 def _default(name):
@@ -186,17 +186,14 @@ def unknown_key(
     return Problem(f"{where}{key}", value, "there is no such option", None if near else "the fields of Recipe (shardnb.plan.recipe.recipe_table())",
                    FLAT.get(near, near))
 
-# %% ../../nbs/plan/02_recipe.ipynb #568ccda6
+# %% ../../nbs/plan/02_recipe.ipynb #9d112848
 _BOUNDS = {"greater_than_equal": ("ge", "at least"), "greater_than": ("gt", "above"), "less_than": ("lt", "below"), "less_than_equal": ("le", "at most")}
-_CPU_ADAM = "DeepSpeed's CPU Adam has to be compiled, and no recipe uses it: under a strategy with +optim-cpu PyTorch's AdamW steps on the CPU, by the same rule and with nothing to compile"
 def _problem_of(err):
     "pydantic's error as a `Problem`."
     name, value, kind, ctx = str(err["loc"][0]), err["input"], err["type"], err.get("ctx", {})
     if kind == "extra_forbidden": return unknown_key(name, value)
     if name == "strategy": return (_parse_strategy(value)[1] or [Problem(name, value, f"{value!r} is not the name of a strategy")])[0]
-    if kind == "literal_error":
-        if name == "optim" and re.fullmatch("(deepspeed)?cpuadamw?", re.sub("[^a-z]", "", str(value).lower())): return Problem(name, value, _CPU_ADAM, ", ".join(_choices(name)), "adamw_torch")
-        return unknown_word(name, value, _choices(name))
+    if kind == "literal_error": return unknown_word(name, value, _choices(name))
     if kind in _BOUNDS:
         key, words = _BOUNDS[kind]
         bound = f"{ctx[key]:g}" if isinstance(ctx[key], float) else str(ctx[key])

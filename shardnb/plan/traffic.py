@@ -111,11 +111,11 @@ def _offload(s, told, w, shard, fetched, a):
             out["disk"] += sum(b * (1 - kept if trains else 1) for b, trains in fetched) + shard * w.param * (1 - kept)
     return out
 
-# %% ../../nbs/plan/07a_traffic.ipynb #d9b0681d
+# %% ../../nbs/plan/07a_traffic.ipynb #d01a05b4
 _MFU, _CORE = .4, 20e9          # share of a GPU's figure (Llama 3 reports 38 to 43 %: arXiv:2407.21783); operations per second of a CPU core in fp32
 _FLOPS, _BANDWIDTH = 100e12, 1e12 # of a GPU that isn't known
 _LAUNCH = {"forward": .4e-3, "backward": .8e-3, "fsdp": .3e-3, "zero3": 1e-3} # least seconds per layer and micro-batch: some 40 kernels forward, twice as many backward, 10 µs each; an order of magnitude
-_PASSES = {"adamw_torch": 80, "adamw_torch_fused": 28, "sgd": 20, "adafactor": 60, "adamw_8bit": 18} # bytes per element: fp32 tensors read and written, counted in the code of each (fused AdamW: four read, three written)
+_PASSES = {"adamw_torch": 80, "adamw_torch_fused": 28, "sgd": 20, "adafactor": 60, "adamw_8bit": 18, "deepspeed_cpu_adam": 28} # bytes per element: fp32 tensors read and written, counted in the code of each (fused AdamW and DeepSpeed's CPU Adam: four read, three written)
 _DISK, _CORE_BANDWIDTH, _WIRE = 3e9, 10e9, 10e9 # bytes per second of a disk, of host memory per core, of a link that isn't known
 _HIDES = {"ddp": {"all_reduce": .7}, "fsdp": {"all_gather": .7, "reduce_scatter": .7}, "deepspeed": {}}
 

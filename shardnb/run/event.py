@@ -24,7 +24,7 @@ COMMON = {
 # %% ../../nbs/run/00_event.ipynb #a296dfe3
 PHASES = ("starting", "importing", "loading", "tokenizing", "sharding", "training", "evaluating", "saving", "done")
 
-# %% ../../nbs/run/00_event.ipynb #12fbb843
+# %% ../../nbs/run/00_event.ipynb #ee73bc31
 EVENTS = {
     "start": {"pid": "process id", "create_time": "start of that process, Unix seconds; with pid it names a process for good",
               "node": "index of the machine", "local_rank": "index of the rank on its machine", "world_size": "number of ranks", "host": "name of the machine"},
@@ -32,7 +32,7 @@ EVENTS = {
     "progress": {"what": "what is being done", "done": "units done", "total": "units in all", "unit": "name of the unit"},
     "warning": {"message": "what is wrong", "fix": "what to change", "topic": "one word: nan, slow, lora, labels, lr, memory, checkpoint, disk, stall or start", "step": "optimizer step it was seen in"},
     "note": {"message": "what the reader should know"},
-    "effective": {"engine": "ddp, deepspeed or fsdp, as found in the rank", "wrapper": "class that wraps the model", "world_size": "number of ranks", "backend": "of the process group: gloo or nccl",
+    "effective": {"engine": "ddp, deepspeed or fsdp, as found in the rank", "wrapper": "class that wraps the model", "optimizer": "class that steps", "world_size": "number of ranks", "backend": "of the process group: gloo or nccl",
                   "device": "of this rank, such as cpu or cuda:0", "elements": "of all parameters, counted whole", "trainable": "those of them that are trained", "param_dtypes": "list of names of dtypes",
                   "norms": "dtype of the norms' weights", "local_elements": "elements of parameters that this rank holds", "expected_elements": "how many it should hold by the strategy",
                   "local_optimizer": "elements that this rank's optimizer updates", "settings": "dict: the engine's settings in force",

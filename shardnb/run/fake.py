@@ -135,9 +135,9 @@ def gloo_copies(
     if "reduce_scatter" in name: return _nbytes(args[1]) + scratch(args[1])
     return scratch(args[0]) if "reduce" in name else 0
 
-# %% ../../nbs/run/03c_fake.ipynb #95821bac
+# %% ../../nbs/run/03c_fake.ipynb #b072387f
 def _optimizer(recipe, model, decay, cuda):
-    "The recipe's optimizer; `foreach` is what PyTorch chooses on that device."
+    "The recipe's optimizer; `foreach` is what PyTorch chooses on that device, and its fused AdamW keeps what DeepSpeed's CPU Adam keeps, with nothing made for the moment."
     ps = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     groups = [{"params": [p for n, p in ps if (n in decay) == yes], "weight_decay": recipe.weight_decay if yes else 0.} for yes in (True, False)]
     lr = recipe.learning_rate or 1e-5
@@ -146,7 +146,7 @@ def _optimizer(recipe, model, decay, cuda):
         return Adafactor(groups, lr=lr, scale_parameter=False, relative_step=False)
     if recipe.optim == "adamw_8bit": raise RecipeError(Problem("optim", recipe.optim, "bitsandbytes' kernels can't be played on tensors without memory: its exact memory is known only from a run", "a prediction without exact", "adamw_torch"))
     if recipe.optim == "sgd": return torch.optim.SGD(groups, lr=lr, foreach=cuda)
-    how = {"fused": True} if recipe.optim == "adamw_torch_fused" else {"foreach": cuda}
+    how = {"fused": True} if recipe.optim in ("adamw_torch_fused", "deepspeed_cpu_adam") else {"foreach": cuda}
     return torch.optim.AdamW(groups, lr=lr, betas=(recipe.adam_beta1, recipe.adam_beta2), eps=recipe.adam_epsilon, **how)
 
 def _autocast(model, precision):

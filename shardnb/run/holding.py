@@ -15,14 +15,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from .engine import DDPEngine, DeepSpeedEngine, FSDPEngine, _local, _norms, _require, _rows, unwrap
 
-# %% ../../nbs/run/04d_holding.ipynb #1f05f998
+# %% ../../nbs/run/04d_holding.ipynb #8b369f4a
 def _count(params, of=lambda p: p.numel()): return int(sum(of(p) for p in params))
 
 def _facts(eng, world_size, **extra):
     ps = [p for _, p in eng.full_parameters()]
     size, name = (lambda p: int(getattr(p, "ds_numel", p.numel()))), (lambda t: str(t.dtype).removeprefix("torch."))
     norm = next((name(p) for n, p in eng.full_parameters() if "norm" in n.lower()), None)
-    return dict(world_size=world_size, elements=_count(ps, size), trainable=_count([p for p in ps if p.requires_grad], size), param_dtypes=sorted({name(p) for p in ps}),
+    return dict(optimizer=type(eng._torch_optimizer()).__name__ if eng.optimizer is not None else None, world_size=world_size, elements=_count(ps, size), trainable=_count([p for p in ps if p.requires_grad], size), param_dtypes=sorted({name(p) for p in ps}),
                 norms=norm, backend=dist.get_backend(), device=str(eng.device)) | extra
 
 # %% ../../nbs/run/04d_holding.ipynb #0a3b4573

@@ -8,13 +8,14 @@ Docs: https://shardnb.github.io/shardnb/run/launch.html.md"""
 __all__ = ['SAVING', 'LEFT', 'STALLED', 'SETTLE', 'WORKER', 'rank_env', 'warm_up', 'kernel_gpu_bytes', 'Supervisor',
            'LocalLauncher']
 
-# %% ../../nbs/run/10_launch.ipynb #870307dc
+# %% ../../nbs/run/10_launch.ipynb #befbfe43
 import ctypes, faulthandler, os, runpy, shutil, signal, socket, sys, threading, time, traceback
 from contextlib import suppress
 from pathlib import Path
 from fastcore.basics import patch
 from ..plan.machine import oom_kills
 from ..plan.secret import FULL, guard, mask_file
+from .compiled import extensions_dir
 from .elastic import agent_of, fork_ranks, meeting
 from .event import SCHEMA, EventReader
 from .explain import first_cause, last_seen, left_early, write_error
@@ -25,7 +26,7 @@ from .rundir import RunDir, read_json, read_whole, write_json
 from .stall import FLOOR, StallWatch, answer_signal, stall_error
 from .translate import translate
 
-# %% ../../nbs/run/10_launch.ipynb #bee1ee67
+# %% ../../nbs/run/10_launch.ipynb #98a4ef24
 def rank_env(
     recipe, # its `gpus` and `env`
     machine, # of `plan.machine`
@@ -33,7 +34,7 @@ def rank_env(
 ) -> dict: # names -> text; what `recipe.env` says goes last
     "Environment of the ranks"
     env = {"OMP_NUM_THREADS": machine.threads(nproc), "TOKENIZERS_PARALLELISM": "false", "PYTHONUNBUFFERED": "1", "MPLBACKEND": "Agg",
-           "TORCH_EXTENSIONS_DIR": os.environ.get("TORCH_EXTENSIONS_DIR") or Path("~/.cache/shardnb/torch_extensions").expanduser()}
+           "TORCH_EXTENSIONS_DIR": extensions_dir()}
     env["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
     if machine.cuda and "NCCL_SOCKET_IFNAME" not in os.environ: env["NCCL_SOCKET_IFNAME"] = env["GLOO_SOCKET_IFNAME"]  # ranks of one machine
     if not machine.cuda: env["DS_ACCELERATOR"], env["CUDA_VISIBLE_DEVICES"] = "cpu", ""

@@ -346,7 +346,7 @@ def _secret_problems(r): # worked out
     "Settings that ranks would not read as they are"
     return [_as_secret(k, names) for k, v in r.options().items() if masked(v) is not v and (names := secret_holders(str(v)))]
 
-# %% ../../nbs/run/03_planner.ipynb #eb3da673
+# %% ../../nbs/run/03_planner.ipynb #5e301c64
 def _class_problems(recipe, facts):
     "Layer classes to wrap, and modules to keep gathered, that the model lacks"
     out = [] if not recipe.fsdp_wrap or any(p[3].startswith("layers.") for p in facts["params"]) else [
@@ -387,6 +387,7 @@ def plan_run(
 ) -> dict: # for plan.json; `recipe` in it is the YAML of the recipe with every number worked out, `given` that of the recipe as it was written
     "Work out and check a run; raises RecipeError with all problems"
     from shardnb.run.data import check_dataset
+    from shardnb.run.compiled import op_problems
     from shardnb.run.models import liger_problems, model_problems, weights_dtype
     cell, machine, problems = cell or Cell(None), machine or Machine.detect(), []
     def attempt(f, *args, **kw):
@@ -403,7 +404,7 @@ def plan_run(
     r = attempt(recipe.resolve, nproc, machine.cuda, machine.bf16)
     problems += _secret_problems(r) if r else []
     said = len(problems)
-    problems += [*(model_problems(recipe) if recipe.model else []), *liger_problems(recipe, machine.cuda)]
+    problems += [*(model_problems(recipe) if recipe.model else []), *liger_problems(recipe, machine.cuda), *(op_problems(r) if r else [])]
     problems += check_dataset(recipe) if recipe.dataset and "train_dataset" not in cell.assigned and kind != "loop" else []
     facts = attempt(recipe_facts, r) if r and not problems and not own_model else None
     if facts: problems += _class_problems(r, facts)

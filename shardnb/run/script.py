@@ -211,7 +211,7 @@ def _ddp(f):
     hook = c.pop("comm_hook", None)
     return _call("DistributedDataParallelKwargs", c | ({"comm_hook": _Code(f"DDPCommunicationHookType({hook!r})")} if hook else {}), 1000)
 
-# %% ../../nbs/run/14a_script.ipynb #4e616d57
+# %% ../../nbs/run/14a_script.ipynb #e52a9861
 def _model(f):
     "Loading or drawing the model"
     r, dtype = f.recipe, f"torch.{f.dtype}"
@@ -277,6 +277,11 @@ for m in trainer.model.modules():
 
 _FIRST_RATE = ("polynomial", "cosine_with_min_lr", "cosine_warmup_with_min_lr") # schedules of Transformers 5.24 that ask the optimizer for its first rate
 
+def _own_optimizer(f, given):
+    r = f.recipe
+    if r.optim != "deepspeed_cpu_adam" or "args" in given: return ""
+    return f",\n    optimizer_cls_and_kwargs=(DeepSpeedCPUAdam, dict(lr={r.learning_rate}, betas={(r.adam_beta1, r.adam_beta2)}, eps={r.adam_epsilon}, adamw_mode=True))"
+
 def _trainer(f, given):
     "The trainer, from what the cell made or from the parts above"
     if "trainer" in given: out = ""
@@ -284,7 +289,7 @@ def _trainer(f, given):
         conditional = "train_dataset" in given
         out = "\n" + ("class Ordered(SFTTrainer if isinstance(args, SFTConfig) else Trainer):\n" if "args" in given else "class Ordered(SFTTrainer):\n") + (
                '    def _get_train_sampler(self, *args, **kw): return ' + ("super()._get_train_sampler(*args, **kw) if order is None else order\n\n\n" if conditional else "order\n\n\n") +
-               'trainer = Ordered(model=model, args=args, train_dataset=train, eval_dataset=evals, data_collator=collator, processing_class=tokenizer)\n')
+               'trainer = Ordered(model=model, args=args, train_dataset=train, eval_dataset=evals, data_collator=collator, processing_class=tokenizer' + _own_optimizer(f, given) + ')\n')
         if f.quantization and f.engine != "deepspeed":
             out += "for p in trainer.model.parameters():   # SFTTrainer turns QLoRA's adapters into bf16\n    if p.requires_grad: p.data = p.data.float()\n"
     if f.engine == "deepspeed" and (given & {"args", "trainer"} or f.recipe.lr_scheduler_type in _FIRST_RATE):
@@ -300,10 +305,11 @@ trainer.save_state()   # output/trainer_state.json: its log_history has every lo
 {whole}trainer.save_model("output/final")
 '''
 
-# %% ../../nbs/run/14a_script.ipynb #82870a06
+# %% ../../nbs/run/14a_script.ipynb #ac37e86e
 _FROM = {"torch.distributed.fsdp": ("CPUOffloadPolicy", "MixedPrecisionPolicy", "fully_shard"), "accelerate": ("Accelerator", "PartialState"),
          "accelerate.utils": ("DDPCommunicationHookType", "DeepSpeedPlugin", "DistributedDataParallelKwargs", "DistributedType", "FullyShardedDataParallelPlugin", "GradientAccumulationPlugin"),
          "accelerate.utils.fsdp_utils": ("_find_final_norm",), "peft": ("LoraConfig", "get_peft_model"), "transformers.integrations": ("HfDeepSpeedConfig",), "deepspeed.runtime.base_optimizer": ("DeepSpeedOptimizer",),
+         "deepspeed.ops.adam": ("DeepSpeedCPUAdam",),
          "transformers": ("AutoConfig", "AutoModelForCausalLM", "AutoTokenizer", "BitsAndBytesConfig", "Trainer", "TrainingArguments"), "trl": ("SFTConfig", "SFTTrainer"),
          "trl.trainer.sft_trainer": ("DataCollatorForLanguageModeling",), "prepare": ("RowOrder", "pad_to_full_batches", "tokenized"), "datetime": ("timedelta",), "pathlib": ("Path",), "types": ("SimpleNamespace",)}
 _PLAIN = ("cloudpickle", "datasets", "deepspeed", "json", "os", "torch", "yaml")

@@ -87,7 +87,7 @@ def settle(self: DeepSpeedEngine, step: int):
         z.checkpoint_event_epilogue() # gathers the small parameters that stay whole
     m.global_steps, m.global_samples = step, step * m.train_batch_size()
 
-# %% ../../nbs/run/07d_transfer.ipynb #8cac431b
+# %% ../../nbs/run/07d_transfer.ipynb #cc17d91a
 def _stateful(opt): return not (isinstance(opt, torch.optim.SGD) and not any(g["momentum"] for g in opt.param_groups))
 
 def _misfit(source, wanted, stateful=True):
@@ -100,9 +100,11 @@ def _misfit(source, wanted, stateful=True):
     if bare := [n for n in wanted if n not in known]: return f"has no optimizer state for {len(bare)} of {len(wanted)} parameters, such as {bare[0]}"
 
 def _number(state, key, v, on, name, folder):
-    "A number of a state, in a tensor of its own"
+    "A number of a state: in a tensor of its own on device `on`, as PyTorch's optimizers count; plain where `on` is None, as DeepSpeed's CPU Adam does"
     if key in state and float(state[key]) != float(v): raise unfit(folder, f"has parameters that were trained for different numbers of steps, which share a slice under this strategy: {name} has {key} {float(v):g}, others {float(state[key]):g}")
-    if key not in state: state[key] = v.clone().to(on) if torch.is_tensor(v) else v
+    if key in state: return
+    if on is None: state[key] = int(v) if float(v).is_integer() else float(v)
+    else: state[key] = v.clone().to(on) if torch.is_tensor(v) else torch.tensor(float(v), device=on)
 
 def _state_of(held, pieces, source, on, folder):
     "The optimizer's state for a tensor of this rank"
@@ -127,11 +129,12 @@ def receive(self: Engine,
 ):                   # raises `RecipeError` when it doesn't fit
     "Take over weights and optimizer state; no rank sends anything, and each reads its own part"
     model, opt = unwrap(self.model), self._torch_optimizer()
-    if not type(opt).__module__.startswith("torch.optim"): raise unfit(folder, f"can be transferred to PyTorch's own optimizers only, and this one is {type(opt).__module__}.{type(opt).__name__}")
+    plain = type(opt).__name__ == "DeepSpeedCPUAdam"
+    if not (plain or type(opt).__module__.startswith("torch.optim")): raise unfit(folder, f"can be transferred to PyTorch's own optimizers and DeepSpeed's CPU Adam only, and this one is {type(opt).__module__}.{type(opt).__name__}")
     trained = {n: tuple(getattr(p, "ds_shape", p.shape)) for n, p in self.full_parameters() if p.requires_grad}
     if why := _misfit(source, trained, _stateful(opt)): raise unfit(folder, why)
     base = hasattr(model, "peft_config") # frozen weights are the base model's
-    on = self.device if any(g.get("fused") or g.get("capturable") for g in opt.param_groups) else torch.device("cpu")
+    on = None if plain else self.device if any(g.get("fused") or g.get("capturable") for g in opt.param_groups) else torch.device("cpu")
     for held, pieces in self.slots():
         mine = _local(held.detach()).view(-1)
         for name, at, first, n in pieces:

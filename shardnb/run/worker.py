@@ -159,7 +159,7 @@ def _output(recipe, asked, worker):
     if recipe.output_dir: worker.say(f"checkpoints go to {near(asked)}, as the cell's own arguments say, and the final model to {near(own)}, as output_dir says")
     return asked
 
-# %% ../../nbs/run/09_worker.ipynb #f36a4bf2
+# %% ../../nbs/run/09_worker.ipynb #66236650
 @patch
 def training_arguments(self: Worker,
     evaluates: bool,  # are there rows to evaluate on?
@@ -167,7 +167,7 @@ def training_arguments(self: Worker,
     "The recipe in Transformers' own names."
     r, out = self.recipe, self.recipe.output_dir or str(self.rundir.checkpoints_path)
     kw = dict(output_dir=out, per_device_train_batch_size=r.micro_batch, per_device_eval_batch_size=r.micro_batch, gradient_accumulation_steps=r.grad_accum,
-        learning_rate=r.learning_rate, optim=r.optim, weight_decay=r.weight_decay, adam_beta1=r.adam_beta1, adam_beta2=r.adam_beta2, adam_epsilon=r.adam_epsilon,
+        learning_rate=r.learning_rate, optim="adamw_torch" if r.optim == "deepspeed_cpu_adam" else r.optim, weight_decay=r.weight_decay, adam_beta1=r.adam_beta1, adam_beta2=r.adam_beta2, adam_epsilon=r.adam_epsilon,
         lr_scheduler_type=r.lr_scheduler_type, lr_scheduler_kwargs=dict(r.lr_scheduler_kwargs or {}), max_grad_norm=r.max_grad_norm, num_train_epochs=r.num_train_epochs,
         warmup_steps=r.warmup_steps if r.warmup_steps is not None else (r.warmup_ratio or 0), max_steps=r.max_steps or -1, seed=r.seed, data_seed=r.seed,
         logging_steps=r.logging_steps, logging_first_step=True, dataloader_num_workers=r.dataloader_num_workers, use_liger_kernel=r.use_liger_kernel,
@@ -176,6 +176,14 @@ def training_arguments(self: Worker,
         activation_checkpointing=bool(r.activation_checkpointing), activation_checkpointing_kwargs={"use_reentrant": False}, max_length=None, packing=False,
         dataset_kwargs={"skip_prepare_dataset": True}, remove_unused_columns=False)
     return kw
+
+@patch
+def own_optimizer(self: Worker) -> dict: # keywords of a `Trainer`
+    "The optimizer for which `TrainingArguments` has no name: DeepSpeed's CPU Adam, with decoupled weight decay as AdamW has it."
+    r = self.recipe
+    if r.optim != "deepspeed_cpu_adam": return {}
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+    return dict(optimizer_cls_and_kwargs=(DeepSpeedCPUAdam, dict(lr=r.learning_rate, betas=(r.adam_beta1, r.adam_beta2), eps=r.adam_epsilon, adamw_mode=True)))
 
 # %% ../../nbs/run/09_worker.ipynb #315207c2
 @patch
@@ -202,7 +210,7 @@ def near_names(ns): # ns: a cell's namespace
     "What a cell made, for a message."
     return ", ".join(n for n in ns if not n.startswith("_") and n not in PROVIDED)[:200] or None
 
-# %% ../../nbs/run/09_worker.ipynb #8ae3e543
+# %% ../../nbs/run/09_worker.ipynb #2193605d
 @patch
 def build_trainer(self: Worker, ns: dict): # ns: the cell's namespace; returns an observed trainer
     "A trainer from what the cell made, and from the recipe for the rest."
@@ -234,12 +242,12 @@ def build_trainer(self: Worker, ns: dict): # ns: the cell's namespace; returns a
     train, evals, collator, sampler = self.rows(ns, tok, args)
     self.phase("sharding")
     self.complete_settings(model)
-    trainer = self._make(model, args, train, evals, collator, tok)
+    trainer = self._make(model, args, train, evals, collator, tok, {} if ns.get("args") else self.own_optimizer())
     watch(trainer, self.observer, **self.facts())
     trainer.sampler_factory = sampler
     return trainer
 
-# %% ../../nbs/run/09_worker.ipynb #33f37858
+# %% ../../nbs/run/09_worker.ipynb #0c41a864
 @patch
 def rows(self: Worker,
     ns: dict,   # the cell's namespace; its own rows and collator come before the recipe's
@@ -280,12 +288,12 @@ def _check_trained(model):
 def _columns(rows): return getattr(rows, "column_names", None) or ()
 
 @patch
-def _make(self: Worker, model, args, train, evals, collator, tok):
+def _make(self: Worker, model, args, train, evals, collator, tok, optimizer):
     import torch
     from transformers import Trainer
     from trl import SFTConfig, SFTTrainer
     cls = SFTTrainer if isinstance(args, SFTConfig) else Trainer
-    trainer = cls(model=model, args=args, train_dataset=train, eval_dataset=evals, data_collator=collator, processing_class=tok)
+    trainer = cls(model=model, args=args, train_dataset=train, eval_dataset=evals, data_collator=collator, processing_class=tok, **optimizer)
     trainer.create_model_card = lambda *_, **__: None # TRL 1.16 writes a README.md into output_dir at each checkpoint, over one that is there
     if self.recipe.tuning == "qlora" and self.engine.casts_adapters: # SFTTrainer makes QLoRA's adapters bf16
         from shardnb.run.models import cast_adapters

@@ -109,7 +109,7 @@ def check_torch()->list: # findings
         else Finding('bad', 'Gloo on loopback', a['gloo'], 'allow sockets on the interface lo; in a sandbox, check that 127.0.0.1 works'))
     return out
 
-# %% ../../nbs/ui/05_doctor.ipynb #5d5b3bbd
+# %% ../../nbs/ui/05_doctor.ipynb #f9c3f111
 _ASK_DEEPSPEED = '''
 import json, contextlib, io, os
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -133,7 +133,7 @@ def check_deepspeed()->list: # findings
     if 'error' in a: return [Finding('bad', 'deepspeed', f'does not import: {a["error"]}', 'pip install deepspeed; without it ddp and fsdp still work')]
     out = [Finding('ok', 'deepspeed', f'{a["version"]}; ddp, zero1, zero2, zero3 and +cpu offload need nothing compiled')]
     need = dict(async_io=('NVMe offload (+optim-nvme, +param-nvme)', 'make nvme (needs g++, ninja and libaio-dev; some minutes)'),
-        cpu_adam=("DeepSpeed's own CPU Adam (optional; torch's AdamW gives the same numbers)", ''))
+        cpu_adam=('optim deepspeed_cpu_adam (an option under +optim-cpu; the default compiles nothing)', 'make nvme (needs g++ and ninja; a minute)'))
     for op,(there,lock,folder) in a['ops'].items():
         if lock: out.append(Finding('bad', op, 'a build was interrupted and its lock is still there: the next would wait for ever', f'delete {folder}/{op}'))
         elif there: out.append(Finding('ok', op, 'built'))
