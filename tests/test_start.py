@@ -165,12 +165,39 @@ def test_half_a_request_leaves_no_file_open(tmp_path, monkeypatch):
         listener.bind("socket")
         listener.listen()
         p, before = pool.Pool(tmp_path, listener), open_files()
-        for sent in (b'{"module": "this"', b"no JSON\n"):
+        for sent in (b'{"module": "this"', b"no JSON\n", b"[1]\n", b"{}\n"):
             with socket.socket(socket.AF_UNIX) as conn:
                 conn.connect("socket")
                 socket.send_fds(conn, [sent], [f.fileno()] * 3)
             assert pool._serve(p, 1)
         assert open_files() == before
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="there is no pool")
+def test_a_planner_doesn_t_wait_for_what_only_ranks_need(tmp_path, monkeypatch):
+    "It is started in the first pause of the imports; who comes meanwhile with something else is served after them"
+    monkeypatch.chdir(tmp_path)
+    done, asked = [], []
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind("socket")
+        listener.listen()
+        p = pool.Pool(tmp_path, listener)
+        def ask(module):
+            conn = socket.socket(socket.AF_UNIX)
+            conn.connect("socket")
+            socket.send_fds(conn, [json.dumps({"module": module}).encode() + b"\n"], [])
+            asked.append(conn)
+        def imports():
+            ask("shardnb.run.launch"), ask(pool.EARLY)
+            yield
+            done.append("imported")
+        monkeypatch.setattr(pool, "preload", imports)
+        monkeypatch.setattr(pool, "_fork", lambda p, q, fds: done.append(q["module"]) or {})
+        p.fill()
+        assert done == [pool.EARLY, "imported"]
+        assert pool._serve(p, 0) and done[-1] == "shardnb.run.launch" and not pool._serve(p, 0)
+        assert [c.makefile().readline() for c in asked] == ["{}\n"] * 2
+    for c in asked: c.close()
 
 
 def test_half_an_answer_is_no_answer(monkeypatch):

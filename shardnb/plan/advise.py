@@ -7,15 +7,15 @@ Docs: https://shardnb.github.io/shardnb/plan/advise.html.md"""
 # %% auto #0
 __all__ = ['Plan', 'advise', 'choose']
 
-# %% ../../nbs/plan/08_advise.ipynb #da877a45
+# %% ../../nbs/plan/08_advise.ipynb #b92eb1ef
 from dataclasses import dataclass, field, fields
 
 from .memory import CATEGORIES, MemoryBreakdown
-from .problem import PlanError, RecipeError, short_count
+from .problem import PlanError, RecipeError, short_bytes, short_count, short_share
 from .strategy import Strategy, settings
 from .traffic import _BANDWIDTH, _FLOPS, _WIRE
 from .traffic import Traffic as Traffic, communication as communication, step_seconds as step_seconds # offered here too
-from .ways import _LADDER, OFFERED, _full_changes, _gib, _main_rows, _variant_rows, _Ways, _words_of, limit_of as limit_of, suggest, verdict as verdict
+from .ways import _LADDER, OFFERED, _full_changes, _main_rows, _variant_rows, _Ways, _words_of, limit_of as limit_of, suggest, verdict as verdict
 
 # %% ../../nbs/plan/08_advise.ipynb #9a22499e
 _TIE, _TIE_WIDE, _FREE, _FREE_WITHOUT, _MORE_ROOM = 1.05, 1.15, .80, .85, .10
@@ -47,22 +47,22 @@ def _good(ways, rows):
     best = min(r["relative_step_time"] for r in several)
     return several + [r for r in good.values() if r["nproc"] == 1 < ways.nproc and r["relative_step_time"] < best]
 
-# %% ../../nbs/plan/08_advise.ipynb #1a6c67d0
+# %% ../../nbs/plan/08_advise.ipynb #2f01868e
 def _without_offload(ways):
     "What would spare an offload: more such GPUs, or training less."
     out, have, tuning = [], len(ways.machine.gpus), {"full": "lora", "lora": "qlora"}.get(ways.plain.tuning)
     many = next((w for k in (2, 4, 8, 16) if ways.nproc * k > have and (w := ways.way("fsdp", ways.nproc * k)) and w["fits"] == "yes"), None)
-    if many: out.append(f"without offload it takes {many['nproc']} such GPUs (fsdp, up to {_gib(many['worst_bytes'])} GiB of each)")
+    if many: out.append(f"without offload it takes {many['nproc']} such GPUs (fsdp, up to {short_bytes(many['worst_bytes'])} of each)")
     few = next((w for n in (["ddp", "fsdp"] if tuning else []) if (w := ways.way(n, tuning=tuning)) and w["fits"] == "yes"), None)
     what = {"lora": "adapters in place of all weights (tuning lora)", "qlora": "a 4-bit model (tuning qlora)"}.get(tuning)
-    if few: out.append(f"{what} would fit without it ({few['strategy']}, up to {_gib(few['worst_bytes'])} GiB)")
+    if few: out.append(f"{what} would fit without it ({few['strategy']}, up to {short_bytes(few['worst_bytes'])})")
     return out
 
 def _reason(ways, row, rows):
     "Why a way is recommended, in one sentence."
     name, n, t = row["strategy"], row["nproc"], row["relative_step_time"]
     used = row["worst_bytes"] + (0 if ways.machine.cuda else row["host_bytes"])
-    room = f"{_gib(used)} of {_gib(row['limit_bytes'])} GiB"
+    room = f"{short_share(used, row['limit_bytes'])} of {short_bytes(row['limit_bytes'])}"
     extra = _words_of(ways, {"strategy": name, "nproc": ways.nproc}, row)
     whole = f"{name} with {extra}" if extra else name
     if n < ways.nproc:
@@ -82,9 +82,9 @@ def _reason(ways, row, rows):
 def _what_ddp_lacks(row, rows):
     ddp = next((r for r in rows if r["strategy"] == "ddp" and r["nproc"] == row["nproc"] and r["checkpointing"] == row["checkpointing"]), None) or next((r for r in rows if r["label"] == "ddp"), None)
     if ddp is None: return "ddp is ruled out"
-    if ddp["fits"] == "no": return f"ddp needs {_gib(ddp['peak_bytes'])} GiB, mostly {ddp['largest']}"
+    if ddp["fits"] == "no": return f"ddp needs {short_bytes(ddp['peak_bytes'])}, mostly {ddp['largest']}"
     if ddp["fits"] == "tight": return "ddp leaves too little room"
-    return "ddp is slower here" if ddp["relative_step_time"] > 1.03 * row["relative_step_time"] else f"ddp, as fast, would fill {_gib(ddp['worst_bytes'])} GiB"
+    return "ddp is slower here" if ddp["relative_step_time"] > 1.03 * row["relative_step_time"] else f"ddp, as fast, would fill {short_bytes(ddp['worst_bytes'])}"
 
 def _no_fit(ways, rows):
     "What to say when nothing fits: the nearest way, and the smallest change."
@@ -93,17 +93,17 @@ def _no_fit(ways, rows):
     rank = lambda r: (r["suggestion"]["level"], r["suggestion"]["fits"] != "yes", len(r["suggestion"]["changes"]), *_plainness(ways, r))
     best = min(found, key=rank, default=None)
     text = f"no strategy fits: the nearest is {near['label']}, which {near['why']}"
-    return text + (f"; {best['suggestion']['words']} would make {best['label']} fit ({_gib(best['suggestion']['worst_bytes'])} GiB)" if best else "")
+    return text + (f"; {best['suggestion']['words']} would make {best['label']} fit ({short_bytes(best['suggestion']['worst_bytes'])})" if best else "")
 
-# %% ../../nbs/plan/08_advise.ipynb #b7629192
+# %% ../../nbs/plan/08_advise.ipynb #f29e3290
 def _compare(best, have):
     "What the arithmetic prefers to the row of a rule, with numbers."
     if have["fits"] == "no": return f"the arithmetic prefers {best['strategy']}: {have['label']} {have['why']}"
     ratio = best["relative_step_time"] / have["relative_step_time"]
     pace = f"takes {1 - ratio:.0%} less time" if ratio < .97 else "takes as long" if ratio < 1.03 else f"takes {ratio:.2g} times as long"
-    host = f" and {_gib(have['host_bytes'])} GiB of host memory a rank" if have["host_bytes"] else ""
-    return (f"the arithmetic prefers {best['strategy']}: it fits in {_gib(best['worst_bytes'])} of {_gib(best['limit_bytes'])} GiB and a step {pace}; "
-            f"{have['strategy']} needs {_gib(have['worst_bytes'])} GiB{host}")
+    host = f" and {short_bytes(have['host_bytes'])} of host memory a rank" if have["host_bytes"] else ""
+    return (f"the arithmetic prefers {best['strategy']}: it fits in {short_share(best['worst_bytes'], best['limit_bytes'])} of {short_bytes(best['limit_bytes'])} and a step {pace}; "
+            f"{have['strategy']} needs {short_bytes(have['worst_bytes'])}{host}")
 def _size_rule(ways, rows, best, text, applies, name):
     "A rule that names a strategy for a size of model."
     have = next((r for r in rows if r["label"] == name), None)
@@ -119,8 +119,8 @@ def _bucket_rule(ways, name):
     except RecipeError: return None
     own = settings(name, done, ways.facts, n, m.cuda)["deepspeed"]["zero_optimization"]["reduce_bucket_size"]
     width, inside = 4 if done.precision == "fp32" else 2, 2e8 <= own <= 5e8
-    held = f"{short_count(own)} elements are used, {_gib(own * width)} GiB"
-    rest = "within the rule" if inside else f"2e8 to 5e8 would hold {_gib(2e8 * width)} to {_gib(5e8 * width)} GiB in every rank, and send no fewer bytes"
+    held = f"{short_count(own)} elements are used, {short_bytes(own * width)}"
+    rest = "within the rule" if inside else f"2e8 to 5e8 would hold {short_bytes(2e8 * width)} to {short_bytes(5e8 * width)} in every rank, and send no fewer bytes"
     return dict(rule=f"reduce buckets of 2e8 to 5e8 elements ({name})", applies=True, agrees=inside, says=f"{held}; {rest}")
 
 def _rules(ways, rows, best):
@@ -162,7 +162,7 @@ class Plan:
         if found is None: raise PlanError(f"{name} is not in this plan; it has {', '.join(self)}")
         return found
 
-# %% ../../nbs/plan/08_advise.ipynb #0e7b4d82
+# %% ../../nbs/plan/08_advise.ipynb #e9d5bd54
 _COLUMNS = ["strategy", "fits", "peak_bytes", "host_bytes", "limit_bytes", "comm_bytes_per_step", "relative_step_time", "largest", "why"]
 def _table(self): # a DataFrame
     "The rows as a table, bytes as numbers."
@@ -176,10 +176,10 @@ def _cells(self):
     "The rows as text: header first."
     limit = self.rows[0]["limit_bytes"] if self.rows else 0
     disk = any(r.get("disk_bytes") for r in self.rows) # a plan of an older version has none
-    out = [["", "strategy", "fits", f"peak of {_gib(limit)} GiB", "worst", "host", *(["disk"] if disk else []), "sends GiB", "time", "largest", "what would help"]]
+    out = [["", "strategy", "fits", f"peak of {short_bytes(limit)}", "worst", "host", *(["disk"] if disk else []), "sends", "time", "largest", "what would help"]]
     for r in self.rows:
-        out.append(["▸" if r["label"] == self.best_label else "", r["label"], r["fits"], _gib(r["peak_bytes"]), _gib(r["worst_bytes"]),
-                    _gib(r["host_bytes"]) if r["host_bytes"] else "", *([_gib(r["disk_bytes"]) if r["disk_bytes"] else ""] if disk else []), _gib(r["comm_bytes_per_step"]), f"{r['relative_step_time']:.2f}",
+        out.append(["▸" if r["label"] == self.best_label else "", r["label"], r["fits"], short_bytes(r["peak_bytes"]), short_bytes(r["worst_bytes"]),
+                    short_bytes(r["host_bytes"]) if r["host_bytes"] else "", *([short_bytes(r["disk_bytes"]) if r["disk_bytes"] else ""] if disk else []), short_bytes(r["comm_bytes_per_step"]), f"{r['relative_step_time']:.2f}",
                     r["largest"] or "", r["suggestion"]["words"] if r["suggestion"] else ""])
     return out
 def _repr(self):
@@ -209,7 +209,7 @@ def _from_json(cls, d) -> Plan:
     return cls(**{**known, "breakdowns": {k: MemoryBreakdown.from_json(b) for k, b in d["breakdowns"].items()}})
 Plan.to_json, Plan.from_json = _to_json, classmethod(_from_json)
 
-# %% ../../nbs/plan/08_advise.ipynb #4ef86c5d
+# %% ../../nbs/plan/08_advise.ipynb #91a11dc9
 def _link_note(ways):
     link = ways.machine.link
     if ways.link: return f"ranks send {ways.link / 1e9:.3g} GB/s, as measured"
@@ -235,7 +235,7 @@ def _notes_on(ways, rows, best):
     out, one = [], next((r for r in rows if r["nproc"] == 1 < ways.nproc), None)
     more = [r["label"] for r in rows if one and one["fits"] == "yes" and r["nproc"] > 1 and r["fits"] != "yes" and r["peak_bytes"] > one["peak_bytes"]]
     if more:
-        what = f"one rank needs {_gib(one['peak_bytes'])} GiB, less than {', '.join(more)} on {ways.nproc} ranks"
+        what = f"one rank needs {short_bytes(one['peak_bytes'])}, less than {', '.join(more)} on {ways.nproc} ranks"
         out.append(f"{what}: buckets, copies and master weights come with sharding")
     if best and "+" in best["strategy"]: out += _without_offload(ways)[:1]
     t = best["seconds"] if best else None

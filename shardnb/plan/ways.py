@@ -7,18 +7,16 @@ Docs: https://shardnb.github.io/shardnb/plan/ways.html.md"""
 # %% auto #0
 __all__ = ['LIBRARIES', 'OFFERED', 'limit_of', 'verdict', 'suggest']
 
-# %% ../../nbs/plan/07b_ways.ipynb #36d1a847
+# %% ../../nbs/plan/07b_ways.ipynb #d15d83de
 from .memory import CATEGORIES
 from .override import adopt
-from .problem import PlanError, Problem, RecipeError
+from .problem import PlanError, Problem, RecipeError, short_bytes, short_share
 from .strategy import STRATEGIES, Strategy
 from .traffic import communication, step_seconds
 
-# %% ../../nbs/plan/07b_ways.ipynb #32e1582f
-_GiB = 2**30
+# %% ../../nbs/plan/07b_ways.ipynb #9e38690d
 _ROOM, _HOST_FULL, _HOST_ROOM = .92, .95, .80 # shares of the host's memory: of CPU ranks, of an offload that can't and of one that barely can
 LIBRARIES = {False: 400 << 20, True: 2 << 30} # bytes that a rank has on the host for itself before any model, on a CPU and beside a GPU: Python, torch, Transformers, the engine; measured on CPU ranks: 400 to 408 MiB, and 56 to 80 when the pool has them already
-def _gib(n): return f"{n / _GiB:.3g}" if n < 100 * _GiB else f"{n / _GiB:,.0f}"
 def limit_of(
     machine,    # a `Machine`
     nproc: int, # ranks on it
@@ -35,15 +33,15 @@ def verdict(
     limit, spare = limit_of(machine, nproc), LIBRARIES[machine.cuda]
     need, most, room = (b.peak + b.band[0], b.worst, limit) if machine.cuda else (b.peak + b.host_peak, b.peak + b.host_peak + spare, _ROOM * limit)
     big, n, files = b.largest, nproc, b.disk_bytes * nproc
-    part = f"mostly {big}, {_gib(b.device.get(big, 0))} GiB"
-    if need > limit: return "no", f"needs {'at least ' if machine.cuda else ''}{_gib(need)} GiB where a rank has {_gib(limit)}; {part}"
+    part = f"mostly {big}, {short_bytes(b.device.get(big, 0))}"
+    if need > limit: return "no", f"needs {'at least ' if machine.cuda else ''}{short_bytes(need)} where a rank has {short_share(limit, need)}; {part}"
     host = (b.host_peak + spare) * n if machine.cuda and b.host_peak else 0
     if host > _HOST_FULL * machine.host_bytes:
-        return "no", f"fits the GPU with {_gib(need)} GiB, but {n} ranks' offload needs {_gib(host)} GiB of host memory where there are {_gib(machine.host_bytes)}"
-    if 0 < machine.disk_bytes < files: return "no", f"fits in memory, but {n} ranks' offload writes {_gib(files)} GiB to files, and the disk has {_gib(machine.disk_bytes)} free"
-    if most > room: return "tight", f"{_gib(b.peak)} GiB are allocated and {f'{_gib(need)} to' if machine.cuda else 'up to'} {_gib(most)} used, of {_gib(limit)}; {part}"
-    if host > _HOST_ROOM * machine.host_bytes: return "tight", f"the offload takes {_gib(host)} of {_gib(machine.host_bytes)} GiB of host memory"
-    return "yes", f"up to {_gib(most)} of {_gib(limit)} GiB; {part}" + (f"; {_gib(files)} GiB of disk" if files else "")
+        return "no", f"fits the GPU with {short_bytes(need)}, but {n} ranks' offload needs {short_bytes(host)} of host memory where there are {short_share(machine.host_bytes, host)}"
+    if 0 < machine.disk_bytes < files: return "no", f"fits in memory, but {n} ranks' offload writes {short_bytes(files)} to files, and the disk has {short_share(machine.disk_bytes, files)} free"
+    if most > room: return "tight", f"{short_bytes(b.peak)} are allocated and {f'{short_share(need, b.peak)} to' if machine.cuda else 'up to'} {short_share(most, b.peak)} used, of {short_share(limit, b.peak)}; {part}"
+    if host > _HOST_ROOM * machine.host_bytes: return "tight", f"the offload takes {short_share(host, machine.host_bytes)} of {short_bytes(machine.host_bytes)} of host memory"
+    return "yes", f"up to {short_share(most, limit)} of {short_bytes(limit)}; {part}" + (f"; {short_bytes(files)} of disk" if files else "")
 
 # %% ../../nbs/plan/07b_ways.ipynb #7514f105
 OFFERED = [*STRATEGIES, "zero2+optim-cpu", "zero3+optim-cpu", "zero3+optim-cpu+param-cpu", "fsdp+param-cpu"]

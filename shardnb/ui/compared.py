@@ -8,13 +8,13 @@ Docs: https://shardnb.github.io/shardnb/ui/compared.html.md"""
 __all__ = ['named_rows', 'compare_figure', 'title', 'compare_table_html', 'compare_html', 'compare_bundle', 'compared_html',
            'LiveComparison', 'add_compare_options', 'comparison_of']
 
-# %% ../../nbs/ui/01c_compared.ipynb #cfeb58b3
+# %% ../../nbs/ui/01c_compared.ipynb #0f98c11f
 from ..plan.problem import Problem, RecipeError
 from ..run.state import ENDED
 from .figures import DRAWING, PALETTE, _INK, _SOFT, _bars, _bytes_axis, _legend, _tidy, _waiting, new_figure, png, size_text, time_text
 from .card import _CARD, _CELL, _SOFT as _SOFTLY, _TABLE, _div, _e, image_html
 
-# %% ../../nbs/ui/01c_compared.ipynb #bc2a39c1
+# %% ../../nbs/ui/01c_compared.ipynb #b1619a1b
 _LINES = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#22252b') # Okabe and Ito's colours, told apart by who can't see red or green
 _MARKS = 'osD^vPX'
 
@@ -53,15 +53,28 @@ def _sent(ax, rows):
     for i,r in enumerate(here): ax.text(r['sent_bytes'], i, f' {size_text(r["sent_bytes"])}', va='center', fontsize=7.5, color=_SOFT)
     ax.set_yticks(range(len(here)), [r['name'] for r in here]); ax.invert_yaxis(); ax.set_xlim(0, 1.4*most); ax.set_xticks([]); ax.grid(False)
 
+def _apart(points, wide=64, high=9): # points: (x, y) in pt; wide, high: of a label, pt
+    "How far above each point its label stands, so that none covers another"
+    up, placed = {}, []
+    for i in sorted(range(len(points)), key=lambda i: points[i][1]):
+        (x, y), at = points[i], points[i][1]+4
+        for a,b in sorted(placed, key=lambda p: p[1]):
+            if abs(a-x)<wide and abs(b-at)<high: at = b+high
+        placed.append((x, at)); up[i] = at-y
+    return [up[i] for i in range(len(points))]
+
 def _pace(ax, rows):
     from matplotlib.ticker import MaxNLocator
     _tidy(ax, 'Memory against speed')
     here = [(i, r) for i,r in enumerate(rows) if r['tokens_per_s'] and r['tokens_per_s']==r['tokens_per_s'] and r['peak_bytes']]
     if not here: return _waiting(ax, 'waits for a step that was not measured')
-    for i,r in here:
-        ax.plot([r['tokens_per_s']], [r['peak_bytes']/2**20], linestyle='', markersize=7, **_look(i))
-        ax.annotate(r['name'], (r['tokens_per_s'], r['peak_bytes']/2**20), xytext=(6, 4), textcoords='offset points', fontsize=7.5, color=_INK)
-    ax.set_xlim(0, 1.3*max(r['tokens_per_s'] for _,r in here)); ax.set_ylim(0, 1.15*max(r['peak_bytes'] for _,r in here)/2**20)
+    right, top = 1.3*max(r['tokens_per_s'] for _,r in here), 1.15*max(r['peak_bytes'] for _,r in here)/2**20
+    points = [(r['tokens_per_s'], r['peak_bytes']/2**20) for _,r in here]
+    box = ax.get_window_extent(); inch = ax.figure.dpi/72
+    for (i,r),(x,y),up in zip(here, points, _apart([(x/right*box.width/inch, y/top*box.height/inch) for x,y in points])):
+        ax.plot([x], [y], linestyle='', markersize=7, **_look(i))
+        ax.annotate(r['name'], (x, y), xytext=(6, up), textcoords='offset points', fontsize=7.5, color=_INK)
+    ax.set_xlim(0, right); ax.set_ylim(0, top)
     ax.xaxis.set_major_locator(MaxNLocator(4)); ax.yaxis.set_major_locator(MaxNLocator(4)); ax.set_xlabel('tokens per second', fontsize=8, color=_SOFT); ax.set_ylabel('MiB', fontsize=8, color=_SOFT)
 
 def named_rows(
