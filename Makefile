@@ -66,7 +66,7 @@ gpu: install  ## what needs a CUDA device
 	$(PY) -m pytest -m gpu -s tests
 
 # A build that was killed leaves a lock that the next one waits on for ever, without a word: so nobody else builds here, and old locks go first.
-nvme: install  ## compile what NVMe offload needs (minutes; needs g++ and libaio-dev), in a step of its own
+nvme: install  ## compile what NVMe offload and DeepSpeed's CPU Adam need (minutes; needs g++ and libaio-dev), in a step of its own
 	@printf '#include <libaio.h>\n' | g++ -E -x c++ - >/dev/null 2>&1 || { \
 	  echo "make nvme needs a C++ compiler and the headers of libaio. On Debian and Ubuntu: apt-get install g++ libaio-dev" >&2; exit 1; }
 	@mkdir -p $(EXTENSIONS)

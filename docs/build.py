@@ -189,7 +189,7 @@ def main():
     shutil.copytree(DOCS / "_static", src / "_static")
     javascript(src / "_static")
     html = WORK / "html"   # MyST-NB leaves a folder beside its output, so that isn't made in its final place
-    code = subprocess.run([sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", src, html]).returncode
+    code = subprocess.run([sys.executable, "-m", "sphinx", "-j", "auto", "-W", "--keep-going", "-q", "-b", "html", src, html]).returncode
     if code: sys.exit(f"sphinx found problems (exit {code})")
     shutil.rmtree(a.site, ignore_errors=True)
     shutil.copytree(html, a.site, ignore=shutil.ignore_patterns(".doctrees", ".buildinfo*"))

@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from marks import slow
 from unruly import ENV, ended, family, gone, stepping, tell
 from waiting import within
 
@@ -42,7 +43,7 @@ def test_a_run_ends_well_and_tells_it(start, tmp_path):
     assert not os.listdir(tmp_path / "out")   # nor its claim
 
 
-@pytest.mark.parametrize("nproc", [2, 3])
+@pytest.mark.parametrize("nproc", [slow(2), 3])
 def test_a_killed_rank_is_named_within_five_seconds(start, nproc):
     run = training(start(nproc=nproc), 3)
     before = procs(run)

@@ -1,6 +1,7 @@
 """The same seed and data give the same losses under every strategy and number of ranks as one process and a plain loop."""
 import pytest
 import ranks
+from marks import slow
 
 STEPS = 20
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3+optim-cpu", "fsdp", "fsdp-grad-op")
@@ -85,15 +86,15 @@ def case(work, tmp_path, baseline, strategy, nproc, shape="llama", rel=1e-4, **k
 def test_two_ranks(work, tmp_path, baseline, strategy): case(work, tmp_path, baseline, strategy, 2)
 
 
-@pytest.mark.parametrize("strategy,nproc", [("ddp", 1), ("fsdp", 1), ("zero3", 4)])  # the others are in `test_all`
+@pytest.mark.parametrize("strategy,nproc", [("ddp", 1), ("fsdp", 1), slow("zero3", 4)])  # the others are in `test_all`
 def test_one_and_four_ranks(work, tmp_path, baseline, strategy, nproc): case(work, tmp_path, baseline, strategy, nproc)
 
 
-@pytest.mark.parametrize("strategy", ("zero2", "zero3"))
+@pytest.mark.parametrize("strategy", (slow("zero2"), "zero3"))
 def test_tied_embeddings(work, tmp_path, baseline, strategy): case(work, tmp_path, baseline, strategy, 2, "qwen2")
 
 
-@pytest.mark.parametrize("strategy", ("ddp", "zero3"))
+@pytest.mark.parametrize("strategy", (slow("ddp"), "zero3"))
 def test_bf16(work, tmp_path, baseline, strategy): case(work, tmp_path, baseline, strategy, 2, rel=2e-2, precision="bf16")
 
 

@@ -1,6 +1,7 @@
 """What the recipe's options do in a real run: precision, adapters, checkpointing, units, evaluation, saving, resuming."""
 import pytest
 import ranks
+from marks import slow
 
 
 @pytest.fixture(scope="module")
@@ -12,7 +13,7 @@ def go(*args, **kw): return ranks.tiny(*args, **dict(max_steps=4) | kw)
 def fell(run): assert run.metrics.loss.iloc[-1] < run.metrics.loss.iloc[0]
 
 
-@pytest.mark.parametrize("strategy", ("ddp", "zero2", "zero3", "fsdp"))
+@pytest.mark.parametrize("strategy", (slow("ddp"), slow("zero2"), "zero3", "fsdp"))
 def test_bf16_pure_keeps_no_fp32_copy(rows, tmp_path, strategy):
     run = go(rows, tmp_path, strategy, precision="bf16-pure")
     fell(run)
@@ -21,7 +22,7 @@ def test_bf16_pure_keeps_no_fp32_copy(rows, tmp_path, strategy):
     assert run.events("effective")[0]["param_dtypes"] == ["bfloat16"]
 
 
-@pytest.mark.parametrize("strategy", ("ddp", "zero2", "zero3", "fsdp"))
+@pytest.mark.parametrize("strategy", (slow("ddp"), slow("zero2"), "zero3", "fsdp"))
 def test_norms_in_fp32(rows, tmp_path, strategy):
     run = go(rows, tmp_path, strategy, precision="bf16", fp32_norms=True)
     fell(run)
@@ -36,7 +37,7 @@ def test_a_kept_unit_stays_gathered(rows, tmp_path):
     assert held[True] - held[False] == 264 * 64 * 4 # the embedding
 
 
-@pytest.mark.parametrize("strategy", ("ddp", pytest.param("zero3", marks=pytest.mark.slow), "fsdp"))
+@pytest.mark.parametrize("strategy", (slow("ddp"), slow("zero3"), "fsdp"))
 def test_checkpointing_changes_memory_not_losses(tmp_path, strategy):
     rows = ranks.rows_file(tmp_path, [dict(prompt=f"count {i}", completion=" ".join(map(str, range(100)))) for i in range(24)]) # long enough that activations outweigh what checkpointing keeps
     plain, less = (go(rows, tmp_path, strategy, activation_checkpointing=on, max_length=256, micro_batch=4) for on in (False, True))
@@ -45,8 +46,7 @@ def test_checkpointing_changes_memory_not_losses(tmp_path, strategy):
     assert less.metrics.loss.tolist() == pytest.approx(plain.metrics.loss.tolist(), rel=1e-5)
 
 
-@pytest.mark.parametrize("strategy", ("zero3", "fsdp"))
-@pytest.mark.parametrize("checkpointing", (False, True))
+@pytest.mark.parametrize("strategy,checkpointing", [slow("zero3", True), ("zero3", False), ("fsdp", True), slow("fsdp", False)])
 def test_lora_trains_and_saves_a_full_adapter(rows, tmp_path, strategy, checkpointing):
     from safetensors.torch import load_file
     run = go(rows, tmp_path, strategy, tuning="lora", lora_r=4, activation_checkpointing=checkpointing)
@@ -56,11 +56,11 @@ def test_lora_trains_and_saves_a_full_adapter(rows, tmp_path, strategy, checkpoi
     assert any(float(t.abs().sum()) > 0 for n, t in saved.items() if "lora_B" in n)
 
 
-@pytest.mark.parametrize("strategy", ("ddp", "fsdp"))
+@pytest.mark.parametrize("strategy", (slow("ddp"), "fsdp"))
 def test_qlora(rows, tmp_path, strategy): fell(go(rows, tmp_path, strategy, tuning="qlora", lora_r=4, eval_share=.2, eval_steps=2))
 
 
-@pytest.mark.parametrize("strategy", ("zero1", pytest.param("zero3", marks=pytest.mark.slow), "fsdp"))
+@pytest.mark.parametrize("strategy", (slow("zero1"), slow("zero3"), "fsdp"))
 def test_saved_model_is_plain_and_resume_goes_on_exactly(rows, tmp_path, strategy):
     import torch
     from transformers import AutoModelForCausalLM

@@ -7,9 +7,10 @@ Docs: https://shardnb.github.io/shardnb/plan/life.html.md"""
 # %% auto #0
 __all__ = ['Moment', 'layer_life', 'Term', 'states_formula']
 
-# %% ../../nbs/plan/09_life.ipynb #9c0f91bf
+# %% ../../nbs/plan/09_life.ipynb #202e4c66
 from dataclasses import dataclass
 from .memory import widths
+from .problem import short_bytes
 from .strategy import Strategy
 
 # %% ../../nbs/plan/09_life.ipynb #ddd29c73
@@ -65,7 +66,7 @@ def layer_life(
     compute = elements * (4 if precision == "fp32" else 2)
     return list(_whole_life(s, n, ring, p, g, o) if "params" not in s.shards else _sharded_life(s, n, ring, p, g, o, compute))
 
-# %% ../../nbs/plan/09_life.ipynb #e6747b93
+# %% ../../nbs/plan/09_life.ipynb #0ae40af1
 @dataclass(frozen=True)
 class Term:
     "What one state takes on a rank, as a product"
@@ -75,7 +76,7 @@ class Term:
     elements: int     # parameters
     @property
     def bytes(self) -> float: return self.elements * self.width / self.parts
-    def __str__(self): return f"{self.elements / 1e9:.3g}e9 × {self.width} B" + (f" / {self.parts}" if self.parts > 1 else "") + f" = {self.bytes / 2**30:.3g} GiB"
+    def __str__(self): return f"{self.elements / 1e9:.3g}e9 × {self.width} B" + (f" / {self.parts}" if self.parts > 1 else "") + f" = {short_bytes(self.bytes)}"
 
 def states_formula(
     strategy:str,         # a strategy without offload

@@ -7,10 +7,10 @@ Docs: https://shardnb.github.io/shardnb/plan/override.html.md"""
 # %% auto #0
 __all__ = ['said_by', 'strategy_of', 'adopt', 'check_deepspeed', 'override_problems', 'merge_override', 'validate_deepspeed']
 
-# %% ../../nbs/plan/04_override.ipynb #823d5323
+# %% ../../nbs/plan/04_override.ipynb #69c401d1
 import copy, math
 from functools import partial
-from .problem import Problem, RecipeError, nearest
+from .problem import Problem, RecipeError, nearest, short_bytes
 from .document import read_json
 from .fsdp import _classes, _plain_fsdp, check_fsdp
 from .place import as_path, missing_file
@@ -230,7 +230,7 @@ def _flag(at, k, v, problems):
     problems.append(Problem(f"{at}.{k}", v, f"{v!r} is not true or false", "true, false"))
     return True
 
-# %% ../../nbs/plan/04_override.ipynb #e1c65003
+# %% ../../nbs/plan/04_override.ipynb #2ad3393d
 def _elements(at, k, v, recipe, s, out, problems, notes):
     "Key `k` counts elements: a whole number, also when JSON writes it 5e8."
     if isinstance(v, bool) or not isinstance(v, (int, float)) or not math.isfinite(v): problems.append(Problem(f"{at}.{k}", v, f"{v!r} is not a number of elements", "a whole number"))
@@ -239,7 +239,7 @@ def _elements(at, k, v, recipe, s, out, problems, notes):
         out[k] = int(v)
         size = 4 if recipe.precision == "fp32" else 2
         if k == "reduce_bucket_size" and v > 2e8:
-            notes.append(f"{at}.{k} of {v:g} elements holds {v * size / 2**30:.2f} GiB per "
+            notes.append(f"{at}.{k} of {v:g} elements holds {short_bytes(v * size)} per "
                          f"rank{' for the whole run' if s.stage == 3 else ' during backward'}; a smaller one gives the same result in less memory")
 def _zero_notes(out, notes):
     at = "deepspeed.zero_optimization"

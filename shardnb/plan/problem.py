@@ -71,7 +71,7 @@ def missing_package(
     "The `Problem` of a package that isn't installed."
     return Problem(field, value, f"{value!r} needs the package {need}, which is not installed; install it with: pip install {pip}", nearest=nearest)
 
-# %% ../../nbs/plan/00_problem.ipynb #197c0b1b
+# %% ../../nbs/plan/00_problem.ipynb #c3c72b82
 def short_count(
     n,          # a number of elements
 ) -> str:       # e.g. '135M'
@@ -86,7 +86,7 @@ def short_bytes(
     "`n` in the largest unit that it fills."
     for unit, power in (("GiB", 30), ("MiB", 20), ("KiB", 10)): # memory is told in GiB, however much it is
         if (v := n / 2**power) >= .9995: return f"{v:.3g} {unit}" if v < 999.5 else f"{v:,.0f} {unit}"
-    return f"{n} B"
+    return f"{n:.0f} B"
 
 def short_share(
     n,          # bytes beside which stands another number of them

@@ -7,11 +7,12 @@ Docs: https://shardnb.github.io/shardnb/run/explain.html.md"""
 # %% auto #0
 __all__ = ['signal_name', 'is_secondary', 'write_error', 'last_seen', 'first_cause', 'left_early']
 
-# %% ../../nbs/run/11_explain.ipynb #cbdcf74b
+# %% ../../nbs/run/11_explain.ipynb #d45cbe62
 import re, resource, signal, sys, time, traceback
 from dataclasses import asdict, replace
 from pathlib import Path
 from ..plan.machine import host_limit
+from ..plan.problem import short_bytes
 from .event import EventReader
 from .failure import RunError
 from .rundir import RunDir, last_lines, read_json, read_whole, write_json
@@ -130,7 +131,7 @@ def last_seen(
         elif e.get("state") == "begin": phase = e.get("phase")
     return phase, step
 
-# %% ../../nbs/run/11_explain.ipynb #77425052
+# %% ../../nbs/run/11_explain.ipynb #6360524d
 _FOR = [
     ("logits", r"loss_utils|cross_entropy|nll_loss|in ForCausalLMLoss|lm_head|chunked_nll"),
     ("optimizer", r"torch/optim/|_init_group|DeepSpeedCPUAdam|in initialize_optimizer_states"),
@@ -154,15 +155,14 @@ def _asked_for(e):
     parts = {"forward": "activations", "backward": "temp", "optimizer": "optimizer"}
     return next((parts[p] for p in e.get("during") or () if p in parts), "params" if e.get("phase") in ("loading", "sharding") else None)
 
-def _gib(n): return f"{n / 2**30:.3g} GiB"
 
 def _memory_sentence(e, what):
     "What the table says of a full memory, and which category broke it"
     asked, category = _asked(e["message"]), _asked_for(e)
     held = {c: n for c, n in ((e.get("memory") or {}).get("device") or {}).items() if c != "context"}
     most = max(held, key=held.get, default=None)
-    need = f"{_gib(asked)} more were asked for" if asked else "it broke at an allocation" if category else None
-    said = [need and need + (f" ({category})" if category and asked else f" for {category}" if category else ""), most and f"most is held by {most}, {_gib(held[most])}"]
+    need = f"{short_bytes(asked)} more were asked for" if asked else "it broke at an allocation" if category else None
+    said = [need and need + (f" ({category})" if category and asked else f" for {category}" if category else ""), most and f"most is held by {most}, {short_bytes(held[most])}"]
     return "; ".join([what, *filter(None, said)])
 
 def _last_memory(rundir, rank):
@@ -178,7 +178,7 @@ _ON = "run.resume() goes on from its last checkpoint, where it has saved one"
 def _killed(rundir, rank, oom_kill):
     "(what it means, fix, topic) of SIGKILL"
     _, held = _last_memory(rundir, rank)
-    seen = f"it was last measured with {_gib(held)}, and all ranks share {_gib(host_limit())}" if held else ""
+    seen = f"it was last measured with {short_bytes(held)}, and all ranks share {short_bytes(host_limit())}" if held else ""
     if oom_kill: return f"killed by the kernel for lack of memory (the control group counted {oom_kill})" + (f"; {seen}" if seen else ""), _LESS, "memory"
     if oom_kill is None: return "killed from outside, perhaps for lack of memory, which nothing here counts" + (f"; {seen}" if seen else ""), f"see `dmesg`: it names what the kernel killed\n{_LESS}\n{_ON}", None
     return "killed from outside, not by the kernel for lack of memory: its control group counted no such kill" + (f"; {seen}" if seen else ""), f"ask who ended it: a person, a batch system, or a watchdog such as systemd-oomd\n{_ON}", None

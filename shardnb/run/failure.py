@@ -7,10 +7,11 @@ Docs: https://shardnb.github.io/shardnb/run/failure.html.md"""
 # %% auto #0
 __all__ = ['RunError', 'short_places']
 
-# %% ../../nbs/run/10a_failure.ipynb #63491ac6
+# %% ../../nbs/run/10a_failure.ipynb #f92ff983
 import html, re
 from dataclasses import dataclass, field, fields
 from ..plan.place import near
+from ..plan.problem import short_bytes
 
 # %% ../../nbs/run/10a_failure.ipynb #97fba277
 @dataclass(frozen=True)
@@ -62,25 +63,23 @@ class RunError:
         if not self.cell_line: return ""
         return f"line {self.cell_line} of the cell" + (f": {self.cell_text}" if self.cell_text else "")
 
-# %% ../../nbs/run/10a_failure.ipynb #dfba0904
-def _size(n): return f"{n / 2**30:.3g} GiB"
-
+# %% ../../nbs/run/10a_failure.ipynb #7cfb24be
 def _changes(error):
     "[(options or None, words)], best first."
-    out = [(s["options"], s["words"] + (f", predicted peak {_size(s['peak_bytes'])}" if s.get("peak_bytes") else "")) for s in error.suggestions]
+    out = [(s["options"], s["words"] + (f", predicted peak {short_bytes(s['peak_bytes'])}" if s.get("peak_bytes") else "")) for s in error.suggestions]
     return out or [(None, line) for line in (error.fix or "").splitlines() if line.strip()]
 
 def _of(limit, place):
     "What there is, where it is known"
-    if limit.get(place) and place == "device": return f" (there are {_size(limit[place])})"
-    if limit.get("process"): return f" (this process may have {_size(limit['process'])} of addresses)"
-    return f" (all ranks share {_size(limit['host'])})" if limit.get("host") else ""
+    if limit.get(place) and place == "device": return f" (there are {short_bytes(limit[place])})"
+    if limit.get("process"): return f" (this process may have {short_bytes(limit['process'])} of addresses)"
+    return f" (all ranks share {short_bytes(limit['host'])})" if limit.get("host") else ""
 
 def _memory_lines(error):
     "What a rank held, a place a line."
     out = []
     for place, by in (error.breakdown or {}).items():
-        parts = ", ".join(f"{c} {_size(n)}" for c, n in sorted(by.items(), key=lambda kv: -kv[1]) if n and c != "total")
+        parts = ", ".join(f"{c} {short_bytes(n)}" for c, n in sorted(by.items(), key=lambda kv: -kv[1]) if n and c != "total")
         if parts: out.append(f"{place}: {parts}" + _of(error.limit or {}, place))
     return out
 

@@ -7,7 +7,7 @@ Docs: https://shardnb.github.io/shardnb/run/handle.html.md"""
 # %% auto #0
 __all__ = ['SHARDS', 'Run']
 
-# %% ../../nbs/run/12_handle.ipynb #60d0cbb2
+# %% ../../nbs/run/12_handle.ipynb #3e60a1c6
 import html, os, pickle, shutil, threading, time, warnings
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from fastcore.basics import patch
 from ..plan.memory import MemoryBreakdown
 from ..plan.place import near
-from ..plan.problem import Problem, RecipeError, RunFailed, ShardnbError
+from ..plan.problem import Problem, RecipeError, RunFailed, ShardnbError, short_bytes
 from ..plan.recipe import Recipe
 from ..plan.secret import mask
 from .checkpoint import Checkpoint, Checkpoints, checkpoints_in
@@ -299,7 +299,7 @@ def wait(self:Run,
     if self.state in ("failed", "lost"): raise RunFailed(self.error, self)
     return self
 
-# %% ../../nbs/run/12_handle.ipynb #ea5225bc
+# %% ../../nbs/run/12_handle.ipynb #3811a81d
 def _last(self):
     "(step, total, loss, peak bytes) as far as known"
     digest = self._refresh()
@@ -311,7 +311,7 @@ def _facts(self):
     plan, (step, total, loss, peak) = self.plan, _last(self)
     n = plan.get("world_size") or plan.get("nproc")
     out = [("state", self.state), ("strategy", f"{plan.get('strategy', '?')} on {n} rank{'s' if n != 1 else ''}"), ("model", plan.get("model")), ("step", f"{step}/{total}" if total else step),
-           ("loss", None if loss is None else f"{loss:.4g}"), ("peak of a rank", f"{peak / 2**30:.3g} GiB" if peak else None), ("error", e.headline if (e := _error(self)) else None),
+           ("loss", None if loss is None else f"{loss:.4g}"), ("peak of a rank", short_bytes(peak) if peak else None), ("error", e.headline if (e := _error(self)) else None),
            ("how it ended", self.note), ("disk", "full: what the ranks tell waits in their memory; free some space" if not self.ended and shutil.disk_usage(self.dir).free < 1 << 16 else None)]
     return [(k, v) for k, v in out if v is not None]
 

@@ -7,11 +7,12 @@ Docs: https://shardnb.github.io/shardnb/run/room.html.md"""
 # %% auto #0
 __all__ = ['free_host', 'free_gpus', 'needs', 'live_runs', 'room_notes']
 
-# %% ../../nbs/run/10c_room.ipynb #cadd3d68
+# %% ../../nbs/run/10c_room.ipynb #040e6259
 import os, re, time
 from pathlib import Path
 from ..plan.machine import _ask, _found, _groups, _memory_limit, _QUERY, _read
 from ..plan.memory import MemoryBreakdown
+from ..plan.problem import short_bytes
 from ..plan.ways import LIBRARIES
 from .process import alive
 from .rundir import RunDir, read_whole
@@ -88,9 +89,7 @@ def live_runs(
         if waits or alive(state.get("supervisor") or state.get("pool")): out.append((rd, plan, state))
     return out
 
-# %% ../../nbs/run/10c_room.ipynb #e0019f03
-def _gib(n): return f"{n / 2**30:.1f} GiB"
-
+# %% ../../nbs/run/10c_room.ipynb #a7c53c4d
 def _told(runs): return "".join(f"; run {rd.id} {said}" for rd, said in runs)
 
 _FIX = "; it may be ended by the system. Stop another run or wait for it, take a smaller micro_batch, or a strategy that shards more"
@@ -101,9 +100,9 @@ def _host_note(plan, need, live, free):
         held, wants = _held(state), needs(other)
         more = max(0, wants[0] * _ranks(other) - held) if wants else 0
         coming += more
-        said.append((rd, f"holds {_gib(held)}" + (f" and is predicted to take {_gib(more)} more" if more >= 2**28 else "")))
+        said.append((rd, f"holds {short_bytes(held)}" + (f" and is predicted to take {short_bytes(more)} more" if more >= 2**28 else "")))
     if need * n <= free - coming: return None
-    return f"this run is predicted to need {_gib(need * n)} of host memory ({n} × {_gib(need)}, {_gib(_own(plan))} of it for Python and its libraries), and {_gib(free)} is free{_told(said)}{_FIX}"
+    return f"this run is predicted to need {short_bytes(need * n)} of host memory ({n} × {short_bytes(need)}, {short_bytes(_own(plan))} of it for Python and its libraries), and {short_bytes(free)} is free{_told(said)}{_FIX}"
 
 def _gpu_note(plan, need, live, free):
     mine, coming, said = list(free)[:_ranks(plan)], dict.fromkeys(free, 0), []
@@ -114,10 +113,10 @@ def _gpu_note(plan, need, live, free):
         if not taken: continue
         more = wants[1] if wants and not _trains(rd) else 0
         for i in taken: coming[i] += more
-        said.append((rd, f"trains on GPU {', '.join(map(str, taken))}" if not more else f"has just started and is predicted to take {_gib(more)} of GPU {', '.join(map(str, taken))}"))
+        said.append((rd, f"trains on GPU {', '.join(map(str, taken))}" if not more else f"has just started and is predicted to take {short_bytes(more)} of GPU {', '.join(map(str, taken))}"))
     short = [i for i in mine if need > free[i] - coming[i]]
     if not short: return None
-    return f"this run is predicted to need up to {_gib(need)} of each GPU, and GPU {short[0]} has {_gib(free[short[0]])} free{_told(said)}{_FIX}"
+    return f"this run is predicted to need up to {short_bytes(need)} of each GPU, and GPU {short[0]} has {short_bytes(free[short[0]])} free{_told(said)}{_FIX}"
 
 def room_notes(
     plan:dict, # of `planner.plan_run`, as plan.json will hold it
