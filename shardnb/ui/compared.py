@@ -14,7 +14,7 @@ from ..run.state import ENDED
 from .figures import DRAWING, PALETTE, _INK, _SOFT, _bars, _bytes_axis, _legend, _tidy, _waiting, new_figure, png, size_text, time_text
 from .card import _CARD, _CELL, _SOFT as _SOFTLY, _TABLE, _div, _e, image_html
 
-# %% ../../nbs/ui/01c_compared.ipynb #b1619a1b
+# %% ../../nbs/ui/01c_compared.ipynb #b5fc2216
 _LINES = ('#0072B2', '#D55E00', '#009E73', '#CC79A7', '#E69F00', '#56B4E9', '#22252b') # Okabe and Ito's colours, told apart by who can't see red or green
 _MARKS = 'osD^vPX'
 
@@ -68,7 +68,7 @@ def _pace(ax, rows):
     _tidy(ax, 'Memory against speed')
     here = [(i, r) for i,r in enumerate(rows) if r['tokens_per_s'] and r['tokens_per_s']==r['tokens_per_s'] and r['peak_bytes']]
     if not here: return _waiting(ax, 'waits for a step that was not measured')
-    right, top = 1.3*max(r['tokens_per_s'] for _,r in here), 1.15*max(r['peak_bytes'] for _,r in here)/2**20
+    right, top = 1.3*max(r['tokens_per_s'] for _,r in here), 1.45*max(r['peak_bytes'] for _,r in here)/2**20 # room for labels above the highest points
     points = [(r['tokens_per_s'], r['peak_bytes']/2**20) for _,r in here]
     box = ax.get_window_extent(); inch = ax.figure.dpi/72
     for (i,r),(x,y),up in zip(here, points, _apart([(x/right*box.width/inch, y/top*box.height/inch) for x,y in points])):
