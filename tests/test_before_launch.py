@@ -213,3 +213,14 @@ def test_rows_that_nothing_can_be_learned_from(home):
     (home / "rows.jsonl").write_text(('{"prompt": "' + "why " * 200 + '", "completion": "so"}\n') * 4)
     p = refused("max_length", "no row has an answer within 64 tokens", dataset="rows.jsonl", max_length=64)
     assert p.nearest
+
+
+def test_auto_is_not_blamed_for_what_keeps_it_from_choosing():
+    with pytest.raises(RecipeError) as e: train(Recipe(model="tiny", dataset="nothere.jsonl", strategy="auto", global_batch=7, micro_batch=2))
+    assert {p.field for p in e.value.problems} == {"dataset", "global_batch"}, e.value.problems
+
+
+def test_rows_of_a_model_of_the_cell_s_own_need_a_tokenizer():
+    cell = "from transformers import AutoConfig, AutoModelForCausalLM\nmodel = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained('x'))\n"
+    with pytest.raises(RecipeError) as e: train(Recipe(dataset="demo", nproc=2), cell=cell, namespace={})
+    assert [p.field for p in e.value.problems] == ["tokenizer"] and "vocabulary" in str(e.value)

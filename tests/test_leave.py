@@ -158,6 +158,20 @@ def test_prepared_rows_are_the_run_s(tmp_path, monkeypatch, fmt, kw):
         else: assert datasets.load_from_disk(str(tmp_path / "rows" / name)).to_list() == want.to_list()
 
 
+def test_a_dataset_of_this_folder_is_found_from_the_project(tmp_path, monkeypatch):
+    from shardnb.plan.recipe import Recipe
+    from shardnb.run import models
+    from shardnb.run.export import _same_tokens
+    from shardnb.run.script import prepare_text
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, FORMATS["messages"])))
+    out, r = tmp_path / "project", Recipe(model="tiny", dataset="rows.jsonl", max_length=64)
+    tok = models.load_tokenizer(r)
+    tok.save_pretrained(out / "tokenizer")
+    text = prepare_text(r, "messages", 'with open("../rows.jsonl") as f: yield from map(json.loads, f)')
+    assert _same_tokens(r, tok, text, out) == len(FORMATS["messages"])
+
+
 LIVE = """
 import torch
 from datasets import Dataset

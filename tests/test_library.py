@@ -84,3 +84,8 @@ def test_72b_does_not_fit_without_offload(shaped):
 def test_13b_states_alone_are_more_than_a_card():
     "Article A's case: 'under 35 GB measured' can't be a full fine-tune without offload"
     assert 18 * SHAPES["NousResearch/Llama-2-13b-chat-hf"][0] / 4 > 40 * GiB
+
+
+def test_another_dataset_has_no_split_of_the_recipe_s():
+    r = Recipe.from_yaml("8b-lora-24gb")
+    assert r.split == "train_sft[:20000]" and r.replace(dataset="mine.jsonl").split == "train" and r.replace(dataset="mine.jsonl", split="test").split == "test" and r.replace(max_steps=3).split == r.split

@@ -60,7 +60,8 @@ def test_a_bad_line_is_one_clear_error(kernel, line, words):
 
 
 def test_help_lists_the_fields(kernel):
-    status, out, _ = kernel.ask("%shardtrain --help")
+    status, out, _ = kernel.ask("%load_ext shardnb\n%shardtrain --help")
+    assert "usage: %shardtrain [recipe.yaml] [options]" in out
     assert status == "ok" and "--micro-batch" in out and "--wait" in out
 
 

@@ -73,3 +73,12 @@ def test_saved_model_is_plain_and_resume_goes_on_exactly(rows, tmp_path, strateg
     model = AutoModelForCausalLM.from_pretrained(whole.rundir.checkpoints_path / "final")
     assert sum(p.numel() for p in model.parameters()) == whole.events("effective")[0]["elements"]
     assert all(torch.isfinite(p).all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("strategy", (slow("ddp"), "zero3", "fsdp"))
+def test_a_checkpoint_of_nan_takes_nobody_s_place(rows, tmp_path, strategy):
+    "The first step throws the weights away, the loss of the second is NaN (and DDP's and FSDP's weights after it): what can be gone on from is the checkpoint before that"
+    run = go(rows, tmp_path, strategy, learning_rate=1e30, lr_scheduler_type="constant", save_steps=1, save_total_limit=1)
+    assert [c.step for c in run.checkpoints if c.path.name != "final"] == [1]
+    said = [e for e in run.events("warning") if e["topic"] == "nan" and "was not saved" in e["message"]]
+    assert len(said) == 1 and "newest complete checkpoint is that of step 1" in said[0]["message"] and "learning_rate" in said[0]["fix"]

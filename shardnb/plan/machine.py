@@ -137,14 +137,14 @@ def oom_kills(
         m = re.search(r"^oom_kill (\d+)$", _read(d/"memory.events") or _read(d/"memory.oom_control"), re.M)
         if m: return int(m[1])
 
-# %% ../../nbs/plan/05_machine.ipynb #14e1ec8c
+# %% ../../nbs/plan/05_machine.ipynb #c69b94ba
 #            GiB   bf16  1e12/s 16 bits  fp32  memory GB/s  link      GB/s each way  PCIe GB/s each way
 _KNOWN = {
     "T4-16GB":        (15,    False, 65,    8.1,   320,  "pcie",   16,  16),
     "V100-16GB":      (16,    False, 125,   15.7,  900,  "nvlink", 150, 16),
     "V100-32GB":      (32,    False, 125,   15.7,  900,  "nvlink", 150, 16),
-    "RTX3090-24GB":   (24,    True,  71,    35.6,  936,  "no-p2p", 32,  32),
-    "RTX4090-24GB":   (24,    True,  165.2, 82.6,  1008, "no-p2p", 32,  32),
+    "RTX3090-24GB":   (23.7,  True,  71,    35.6,  936,  "no-p2p", 32,  32),
+    "RTX4090-24GB":   (23.6,  True,  165.2, 82.6,  1008, "no-p2p", 32,  32),
     "RTX5090-32GB":   (31.8,  True,  209.5, 104.8, 1792, "no-p2p", 64,  64),
     "A10-24GB":       (22.5,  True,  125,   31.2,  600,  "pcie",   32,  32),
     "L4-24GB":        (22.5,  True,  121,   30.3,  300,  "pcie",   32,  32),

@@ -216,7 +216,7 @@ def _once(problems):
     "`problems` without those that say the same again."
     return list({(p.field, p.message): p for p in problems}.values())
 
-# %% ../../nbs/plan/02_recipe.ipynb #88154138
+# %% ../../nbs/plan/02_recipe.ipynb #48bfbca2
 class Recipe(_Sharding):
     "A run, described: typed, complete, and the same from a cell, a file, a form or a command line."
     def __init__(self, **data):
@@ -254,8 +254,9 @@ class Recipe(_Sharding):
     def replace(self,
         **changes, # field=value
     ) -> "Recipe": # raises `RecipeError` for what can't be true together
-        "A new recipe with `changes`; what was worked out for this one is worked out anew."
-        return type(self)(**{**{k: getattr(self, k) for k in self.model_fields_set}, **changes})
+        "A new recipe with `changes`; what was worked out for this one is worked out anew, and what names a part of its dataset isn't said of another one."
+        kept = self.model_fields_set - ({"split", "dataset_config", "dataset_format"} if changes.get("dataset", self.dataset) != self.dataset else set())
+        return type(self)(**{**{k: getattr(self, k) for k in kept}, **changes})
 
 # %% ../../nbs/plan/02_recipe.ipynb #f8e4bea8
 def _as_text(v):

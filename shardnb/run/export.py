@@ -128,7 +128,7 @@ def facts_of(
         uses_log=bool(cell and "log" in cell._loads), variables=_variables(cell, r, rundir, out, notes) if cell else [], model=model, random=drawn, dtype=weights_dtype(r), quantization=quantized or None, libraries=libraries,
         peft=None if own else _lora(r), tokenizer=tokenizer, resized=resized, mixed=engine.mixed_precision, sync=engine.sync_each_batch, arguments={} if own else _arguments(r, rundir), cuda=bool(plan.get("cuda")), notes=notes)
 
-# %% ../../nbs/run/15_export.ipynb #ae1fd330
+# %% ../../nbs/run/15_export.ipynb #c2d167fd
 CHECKED = 1000  # rows whose tokens are compared before a project is handed over
 
 def _as_json(row, wanted):
@@ -156,6 +156,7 @@ def _same_tokens(recipe, tok, text, out):
     from shardnb.run.data import _counts, _tokenize_all
     where, ns = os.getcwd(), {"__name__": "prepare", "__file__": str(out / "prepare.py")}
     exec(compile(text, "prepare.py", "exec"), ns)
+    if recipe.dataset != "demo" and as_path(recipe.dataset).exists(): recipe = recipe.model_copy(update={"dataset": str(as_path(recipe.dataset).absolute())}) # read from another folder
     mine = ({k: row[k] for k in ("input_ids", "labels")} for row in _tokenize_all(recipe, tok, _counts(), None))
     os.chdir(out)
     try:

@@ -123,7 +123,7 @@ def nothing_to_train(
     if any("lora_" in n for n, _ in named): return "the model's LoRA adapters are frozen, and so is the rest: nothing would be trained", "PeftModel.from_pretrained(…, is_trainable=True)"
     return "every parameter of the model is frozen: nothing would be trained", "requires_grad_(True) on what is to be trained, or tuning=lora"
 
-# %% ../../nbs/run/08a_health.ipynb #4c949282
+# %% ../../nbs/run/08a_health.ipynb #d7d35368
 MOVED = 5     # steps until what should have moved must have moved
 STEADY = 10   # steps with exactly the same loss
 ENOUGH = 20   # steps before a step's parts are judged
@@ -137,7 +137,7 @@ class Health:
         rank:int=0, # what all ranks know, rank 0 says
         deepspeed:dict=None, # DeepSpeed's JSON, if it runs
     ):
-        self.recipe, self._warn, self.rank, self.deepspeed = recipe, warn, rank, deepspeed
+        self.recipe, self._warn, self.rank, self.deepspeed, self.bad = recipe, warn, rank, deepspeed, None  # bad: the last step in which a loss of this rank was no number
         self.said, self.losses, self.rows, self.rates, self.norms, self.skips = set(), deque(maxlen=STEADY), [], [], deque(maxlen=MOVED), 0
         self.own, self.named, self.lora = deque(maxlen=STEADY), [], False  # losses of this rank's rows; adapters that are still to be looked at; are there any?
         self.masked, self.first, self.began = lambda: False, 0, None  # had the last step no label?; steps before this run; the first loss
@@ -174,7 +174,9 @@ class Health:
     ):
         "What this rank's own rows gave"
         bad = next((x for x in losses if not math.isfinite(x)), None)
-        if bad is not None: self._nan(step, f"the loss is {_name(bad)} in step {step}" + (f", in the rows of rank {self.rank}" if self.rank else ""), lr)
+        if bad is not None:
+            self.bad = step
+            self._nan(step, f"the loss is {_name(bad)} in step {step}" + (f", in the rows of rank {self.rank}" if self.rank else ""), lr)
         elif losses: self.own.append(sum(losses) / len(losses))
 
     def _nan(self, step, message, lr):

@@ -298,7 +298,7 @@ if __name__ == "__main__":
     os.dup2(2, 1)  # what a library prints must not pass for an answer
     _serve(_out)
 
-# %% ../../nbs/run/03_planner.ipynb #78dfa430
+# %% ../../nbs/run/03_planner.ipynb #bacefd30
 def cell_kind(
     cell, # a `Cell`
     recipe, # a Recipe
@@ -311,6 +311,8 @@ def _needed(kind, cell, recipe):
     if kind in ("trainer", "loop"): return
     if recipe.lr_scheduler_type in ("reduce_lr_on_plateau", "greedy") and not recipe.eval_share and not {"eval_dataset", "args"} & set(cell.assigned):
         yield Problem("lr_scheduler_type", recipe.lr_scheduler_type, "follows the loss of evaluations, and there are none", "eval_share above 0, or another schedule", "cosine")
+    if "model" in cell.assigned and not (recipe.model or recipe.tokenizer or {"tokenizer", "train_dataset", "data_collator"} & set(cell.assigned)):
+        yield Problem("tokenizer", None, "is needed and not given: the cell makes a model, and the rows have to be tokenized", "tokenizer or model in the recipe, whose vocabulary the model has, or tokenizer assigned in the cell", None)
     for name, made in (("model", "model"), ("dataset", "train_dataset")):
         if getattr(recipe, name) is None and made not in cell.assigned:
             yield Problem(name, None, "is needed and not given" + (f"; the cell doesn't assign {made} either" if kind == "objects" else ""), "name one in the recipe, such as " + ("tiny or demo" if name == "model" else "demo"))
@@ -346,7 +348,7 @@ def _secret_problems(r): # worked out
     "Settings that ranks would not read as they are"
     return [_as_secret(k, names) for k, v in r.options().items() if masked(v) is not v and (names := secret_holders(str(v)))]
 
-# %% ../../nbs/run/03_planner.ipynb #5e301c64
+# %% ../../nbs/run/03_planner.ipynb #4eb96097
 def _class_problems(recipe, facts):
     "Layer classes to wrap, and modules to keep gathered, that the model lacks"
     out = [] if not recipe.fsdp_wrap or any(p[3].startswith("layers.") for p in facts["params"]) else [
@@ -401,7 +403,8 @@ def plan_run(
         elif not problems and not model_problems(recipe) and (got := attempt(_chosen, recipe, machine)):
             recipe, note = got
             nproc, why = recipe.nproc or nproc, [note]
-    r = attempt(recipe.resolve, nproc, machine.cuda, machine.bf16)
+    undecided = recipe.strategy == "auto"  # what else is wrong is told, under a strategy that asks for nothing
+    r = attempt(recipe.model_copy(update={"strategy": "ddp"}).resolve if undecided else recipe.resolve, nproc, machine.cuda, machine.bf16)
     problems += _secret_problems(r) if r else []
     said = len(problems)
     problems += [*(model_problems(recipe) if recipe.model else []), *liger_problems(recipe, machine.cuda), *(op_problems(r) if r else [])]

@@ -268,7 +268,21 @@ def write(self: Saver,
         if part: part.drop()
     return bad
 
-# %% ../../nbs/run/07c_saving.ipynb #570693b2
+# %% ../../nbs/run/07c_saving.ipynb #586851cb
+@patch
+def _broken(self: Saver) -> bool: # the same on every rank
+    "Whether a weight or this step's loss is NaN or infinite (of a GPU's loss the answer may be a step old): such a checkpoint would take the place of one that can be gone on from"
+    mine = (_local(t) for category, _, t in self.engine.walk() if category == "params" and torch.is_tensor(t))
+    lost = self.o.health and self.o.health.bad is not None and self.o.steps - self.o.health.bad <= (self.engine.device.type == "cuda")
+    return any(bad for bad, in self._all(int(bool(lost) or any(t.is_floating_point() and not t.isfinite().all() for t in mine))))
+
+@patch
+def _not_worth_it(self: Saver, path, step):
+    "Warn, once as long as it lasts"
+    if self.o.rank == 0 and self.told != "nan": self.o.events.write("warning", message=f"the checkpoint of step {step} was not saved, and no older one is taken away: its loss or weights are NaN or infinite. {newest_words(path.parent, self.facts['run'])}",
+        fix="stop the run, and go on from that checkpoint with a smaller learning_rate: run.resume(learning_rate=…) takes the newest", topic="nan", step=step)
+    self.missed, self.told = [*self.missed, step], "nan"
+
 @patch
 def save(self: Saver,
     trainer,             # a watched one
@@ -277,6 +291,9 @@ def save(self: Saver,
     "A checkpoint of this step, or a warning that says why there is none."
     args, step = trainer.args, trainer.state.global_step
     path = Path(trainer._get_output_dir(trial=None)).absolute() / f"checkpoint-{step}"
+    if self._broken():
+        self._not_worth_it(path, step)
+        return False
     need, free = self.room(path.parent, args.save_only_model)
     short = free < need * SPARE + _MiB
     bad = [] if short else self.write(trainer, own, path)

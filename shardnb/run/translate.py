@@ -49,14 +49,14 @@ _MEMORY = [
     Known("denied", r"Permission denied|Read-only file system", "a folder can't be written to", ("set output_dir (checkpoints) or SHARDNB_HOME (runs) to a folder of yours",), "[Errno 30] Read-only file system"),
 ]
 
-# %% ../../nbs/run/10b_translate.ipynb #099f58fd
+# %% ../../nbs/run/10b_translate.ipynb #59ec6084
 _CHECKPOINTS = [
-    Known("world-size", r"used a DP world size of \d+ but the current world size", "a ZeRO checkpoint is cut for the number of ranks that wrote it", ("resume with the nproc that it was written with", "begin a new run from its weights: model set to the run's final folder"),
+    Known("world-size", r"used a DP world size of \d+ but the current world size", "a ZeRO checkpoint is cut for the number of ranks that wrote it", ("run.resume() takes it to any number of ranks; DeepSpeed by itself to the nproc that it was written with alone", "begin a new run from its weights: model set to the run's final folder"),
           "The checkpoint being loaded used a DP world size of 2 but the current world size is 1."),
     Known("no-checkpoint", r"Can't find a valid checkpoint at|No valid checkpoint found in output directory", "the folder holds no checkpoint that can be resumed", ("run.checkpoints lists those that a run has", "name a folder that holds trainer_state.json"),
           "Can't find a valid checkpoint at checkpoints/checkpoint-20"),
     Known("sharded-keys", r"Missing key in checkpoint state_dict", "the checkpoint lacks something that is to be loaded: it was saved by another strategy, or without the optimizer",
-          ("resume under the strategy it was written with", "save_only_model false, so that the optimizer is in it"), "Missing key in checkpoint state_dict: optimizer.state.0.step."),
+          ("run.resume() takes it to any strategy; by themselves the libraries read it under that which wrote it", "save_only_model false, so that the optimizer is in it"), "Missing key in checkpoint state_dict: optimizer.state.0.step."),
     Known("empty", r"shape torch\.Size\(\[0\]\)", "the file holds empty tensors: it was saved under ZeRO-3 without gathering the shards", ("load the run's final folder, or the checkpoint by run.resume()", "`python zero_to_fp32.py . out` in the DeepSpeed checkpoint makes a whole model"),
           "size mismatch for weight: copying a param with shape torch.Size([0]) from checkpoint"),
     Known("size", r"size mismatch for|ignore_mismatched_sizes", "weights and model have different shapes", ("the config.json beside the weights must be theirs", "after new tokens: resize the embeddings before loading, or take the tokenizer of the weights"),

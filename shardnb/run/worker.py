@@ -247,7 +247,7 @@ def build_trainer(self: Worker, ns: dict): # ns: the cell's namespace; returns a
     trainer.sampler_factory = sampler
     return trainer
 
-# %% ../../nbs/run/09_worker.ipynb #0c41a864
+# %% ../../nbs/run/09_worker.ipynb #ad0f3a07
 @patch
 def rows(self: Worker,
     ns: dict,   # the cell's namespace; its own rows and collator come before the recipe's
@@ -265,6 +265,7 @@ def rows(self: Worker,
     train, evals = data.as_dataset(train), data.as_dataset(evals, "eval_dataset")
     def ready(rows): # a collator of the cell's own takes rows as they are
         raw = collator is None and rows is not None and "input_ids" not in _columns(rows)
+        if raw and _columns(rows) and tok is None: raise RecipeError(Problem("tokenizer", None, "is needed and not given: the cell's rows have to be tokenized", "tokenizer or model in the recipe, or tokenizer assigned in the cell"))
         return data.tokenize_rows(rows, r, tok, on_note=self.say, on_progress=self.progress) if raw and _columns(rows) else rows
     if evals is None and r.eval_share and ns.get("train_dataset") is not None:
         if hasattr(train, "train_test_split"): train, evals = train.train_test_split(test_size=r.eval_share, seed=r.seed).values()

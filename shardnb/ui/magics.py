@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from weakref import ref
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 
-# %% ../../nbs/ui/03_magics.ipynb #00ffce01
+# %% ../../nbs/ui/03_magics.ipynb #3de93f3d
 _ABOUT = dict(shardtrain='Train on every rank of this machine.\nThe cell below (or the recipe alone, for the line magic) runs in processes of its own; the notebook stays free.',
     shardplan='Every strategy side by side for this model and machine: predicted memory, what fits, why, and which one to take.',
     shardcompare='The same work for a few steps under each strategy in turn: what each keeps, sends and takes, and whether the losses are equal.',
@@ -24,7 +24,7 @@ def _parser(prog):
     "The parser of a magic, made when first used"
     from shardnb.ui.options import OptionParser, add_recipe_options
     name = prog.lstrip('%')
-    p = OptionParser(prog=prog, usage=f'{prog} [{"id" if name=="shardruns" else "recipe.yaml"}] [options]', add_help=False, description=_ABOUT[name])
+    p = OptionParser(prog=prog, usage=f'%{prog} [{"id" if name=="shardruns" else "recipe.yaml"}] [options]', add_help=False, description=_ABOUT[name])
     if name=='shardruns': return _add_run_options(p)
     p.add_argument('recipe', nargs='?', help='a YAML recipe to start from')
     if name=='shardtrain':
