@@ -1,6 +1,6 @@
 """The live panel: its bounds, its parts, its buttons, one panel of a run and of a cell. Runs are folders that `longrun` writes; only the last tests start a kernel."""
-import html
 import gc
+import html
 import json
 import random
 import re
