@@ -209,7 +209,7 @@ def test_a_run_that_would_not_fit_is_warned_about(tmp_path, monkeypatch):
     plan = lambda n: dict(strategy="ddp", nproc=2, cuda=False, predicted=MemoryBreakdown({"params": int(n)}).to_json())
     other = RunDir.create("model: tiny\n", plan=plan(free_host() * .4))
     write_json(other.state_path, dict(state="starting", supervisor=proc_id(), ranks={}, host=socket.gethostname(), heartbeat=time.time()))
-    with pytest.warns(UserWarning, match=rf"predicted to need .* GiB of host memory .*run {other.id} holds .* and is predicted to take .* GiB more"):
+    with pytest.warns(UserWarning, match=rf"predicted to need .* GiB of host memory .*run {other.id} holds [\d.]+ (B|KiB|MiB) and is predicted to take .* GiB more"):
         run = start._start("model: tiny\n", None, plan(free_host() * .2), None)
     assert len(started) == 1 and any(other.id in n for n in run.plan["notes"])
     write_json(other.exit_path, dict(state="done", error=None))
