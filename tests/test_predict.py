@@ -1,5 +1,8 @@
 "What a rank is predicted to hold: places, ranges and buffers that need no torch to be checked."
 import json
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -84,3 +87,33 @@ def test_new_arithmetic_is_not_answered_with_old_numbers(tmp_path, monkeypatch):
     assert [ask("predictions"), ask("facts"), ask("predictions"), ask("facts")] == [1, 2, 1, 2]
     (tmp_path / "plan/predict.py").write_text("2")
     assert (ask("predictions"), ask("facts")) == (3, 2)
+
+
+SIDE_BY_SIDE = """
+import os, sys
+import shardnb.run.forecast as f
+from shardnb.plan.machine import Machine
+recipe, machine, plans = f.Recipe(model="tiny", dataset="demo", nproc=2, max_length=128).to_yaml(), Machine.preset("2xT4").to_json(), []
+def plan(how):
+    os.environ["SHARDNB_CACHE"] = os.path.join(sys.argv[1], how)
+    f._forecaster = f.Forecaster()
+    plans.append(f.answer_plan(recipe, machine))
+    assert len(f._forecaster._traces) > 1, "one trace is made by the planner itself"
+plan("together")
+assert f._helpers()._processes, "nobody helped"
+for p in f._helpers()._processes: os.kill(p, 9)
+plan("killed")
+plan("helped again")
+assert f._helpers()._processes
+f._helpers = lambda: None
+plan("one after another")
+assert all(p == plans[0] for p in plans)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux") or len(os.sched_getaffinity(0)) < 2, reason="needs Linux and two cores: traces are made one after another elsewhere")
+def test_traces_made_side_by_side_are_the_same(tmp_path):
+    "Also when a helper was killed"
+    env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+    p = subprocess.run([sys.executable, "-c", SIDE_BY_SIDE, tmp_path], env=env, capture_output=True, text=True, timeout=300)
+    assert p.returncode == 0, p.stderr[-3000:]

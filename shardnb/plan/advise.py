@@ -15,7 +15,7 @@ from .problem import PlanError, RecipeError, short_bytes, short_count, short_sha
 from .strategy import Strategy, settings
 from .traffic import _BANDWIDTH, _FLOPS, _WIRE
 from .traffic import Traffic as Traffic, communication as communication, step_seconds as step_seconds # offered here too
-from .ways import _LADDER, OFFERED, _full_changes, _main_rows, _variant_rows, _Ways, _words_of, limit_of as limit_of, suggest, verdict as verdict
+from .ways import _LADDER, _LESS, OFFERED, _full_changes, _main_rows, _variant_rows, _Ways, _words_of, likely as likely, limit_of as limit_of, suggest, verdict as verdict
 
 # %% ../../nbs/plan/08_advise.ipynb #9a22499e
 _TIE, _TIE_WIDE, _FREE, _FREE_WITHOUT, _MORE_ROOM = 1.05, 1.15, .80, .85, .10
@@ -50,7 +50,7 @@ def _good(ways, rows):
 # %% ../../nbs/plan/08_advise.ipynb #2f01868e
 def _without_offload(ways):
     "What would spare an offload: more such GPUs, or training less."
-    out, have, tuning = [], len(ways.machine.gpus), {"full": "lora", "lora": "qlora"}.get(ways.plain.tuning)
+    out, have, tuning = [], len(ways.machine.gpus), _LESS.get(ways.plain.tuning)
     many = next((w for k in (2, 4, 8, 16) if ways.nproc * k > have and (w := ways.way("fsdp", ways.nproc * k)) and w["fits"] == "yes"), None)
     if many: out.append(f"without offload it takes {many['nproc']} such GPUs (fsdp, up to {short_bytes(many['worst_bytes'])} of each)")
     few = next((w for n in (["ddp", "fsdp"] if tuning else []) if (w := ways.way(n, tuning=tuning)) and w["fits"] == "yes"), None)
