@@ -176,7 +176,7 @@ def _cells(self):
     "The rows as text: header first."
     limit = self.rows[0]["limit_bytes"] if self.rows else 0
     disk = any(r.get("disk_bytes") for r in self.rows) # a plan of an older version has none
-    out = [["", "strategy", "fits", f"peak of {short_bytes(limit)}", "worst", "host", *(["disk"] if disk else []), "sends", "time", "largest", "what would help"]]
+    out = [["", "strategy", "fits", f"peak of {short_bytes(limit)}", "at most", "host", *(["disk"] if disk else []), "sends", "time", "largest", "what would help"]]
     for r in self.rows:
         out.append(["▸" if r["label"] == self.best_label else "", r["label"], r["fits"], short_bytes(r["peak_bytes"]), short_bytes(r["worst_bytes"]),
                     short_bytes(r["host_bytes"]) if r["host_bytes"] else "", *([short_bytes(r["disk_bytes"]) if r["disk_bytes"] else ""] if disk else []), short_bytes(r["comm_bytes_per_step"]), f"{r['relative_step_time']:.2f}",
@@ -219,7 +219,7 @@ def _notes_of(ways):
     "What was assumed."
     m, r = ways.machine, ways.plain
     how = "40 % of the GPU's figure, the link's assumed share, the overlap that plan/advise states" if m.cuda else "ranks share the cores"
-    out = [f"times are a model's, for comparing strategies: {how}", f"every row counts as {r.max_length} tokens long"]
+    out = [f"times are a model's, for comparing strategies: {how}; a step of ddp would take {ways.unit:.2g} s", f"every row counts as {r.max_length} tokens long"]
     if m.cuda and not m.gpus[0].flops:
         out.append(f"{m.gpus[0].name} is not in the table of data sheets: {_FLOPS:.0e} operations and {_BANDWIDTH:.0e} bytes per second are assumed")
     if ways.nproc > 1: out.append(_link_note(ways))
@@ -312,7 +312,7 @@ def _alternatives(ways, rows, best):
     others, order = {}, lambda r: (_plainness(ways, r)[0], r["relative_step_time"])
     for r in sorted(_good(ways, rows), key=order):
         if not best or r["strategy"] != best["strategy"]: others.setdefault(r["strategy"], r)
-    keep = ("strategy", "fits", "worst_bytes", "relative_step_time")
+    keep = ("strategy", "label", "fits", "worst_bytes", "relative_step_time")
     return [{**{k: r[k] for k in keep}, "changes": _full_changes(ways, r)} for r in list(others.values())[:_OTHERS]]
 
 # %% ../../nbs/plan/08_advise.ipynb #ef5fef24

@@ -11,7 +11,7 @@ __all__ = ['Traffic', 'communication', 'step_seconds']
 from collections import Counter
 from dataclasses import dataclass
 
-from .memory import NF4, is_quantized, remembered, widths_of
+from .memory import NF4, SCALES, is_quantized, remembered, widths_of
 from .strategy import Strategy, settings
 
 # %% ../../nbs/plan/07a_traffic.ipynb #d4a02b82
@@ -131,6 +131,11 @@ def _launch_seconds(s, recipe, facts):
     again = _LAUNCH["forward"] if recipe.activation_checkpointing else 0
     return (facts.get("num_hidden_layers") or 1) * (_LAUNCH["forward"] + _LAUNCH["backward"] + again + hooks)
 
+def _unpack_bytes(recipe, facts):
+    "What a micro-batch reads and writes to make 16-bit weights of 4-bit ones: in forward, in backward, and once more to compute activations again."
+    if recipe.tuning != "qlora": return 0
+    return (3 if recipe.activation_checkpointing else 2) * sum(n for k, n in _kinds(facts) if k.thin) * (NF4 + SCALES + 2)
+
 def _host_rate(machine): return machine.host_bandwidth or _CORE_BANDWIDTH * machine.cores
 
 # %% ../../nbs/plan/07a_traffic.ipynb #4c3573eb
@@ -149,14 +154,15 @@ def step_seconds(
     gpu = machine.gpus[0] if machine.cuda else None
     rate = ((gpu.flops32 if recipe.precision == "fp32" else gpu.flops) or _FLOPS) * _MFU if gpu else _CORE * machine.cores / n
     micro = _flops_per_token(recipe, facts) * recipe.micro_batch * recipe.max_length / rate
-    compute = recipe.grad_accum * max(micro, _launch_seconds(s, recipe, facts) if gpu else 0)
+    near = (gpu.bandwidth or _BANDWIDTH) * .7 if gpu else _host_rate(machine) * .5 / n # bytes per second that a rank reads and writes where it computes
+    compute = recipe.grad_accum * (max(micro, _launch_seconds(s, recipe, facts) if gpu else 0) + _unpack_bytes(recipe, facts) / near)
     wire = link or (machine.link.useful if machine.link else _WIRE)
     hides = {**_HIDES[s.engine], **({"all_gather": .5} if s.stage == 3 else {})}
     room = {"all_gather": compute, "all_reduce": compute / recipe.grad_accum * 2 / 3, "reduce_scatter": compute / recipe.grad_accum * 2 / 3}
     talk = sum(x - min(hides.get(k, 0) * x, room[k]) for k in room for x in [getattr(t, k) / wire])
     trainable = _trainable(facts) / (n if s.shards else 1)
     host = not gpu or "optim" in s.offload or (s.engine == "fsdp" and s.offload)
-    memory = _host_rate(machine) * .5 / n if host else (gpu.bandwidth or _BANDWIDTH) * .7
+    memory = _host_rate(machine) * .5 / n if host else near
     pcie = (machine.pcie or 16e9) * .7 if gpu else _host_rate(machine) * .5 / n
     up, down = t.to_device / pcie, t.to_host / pcie
     out = dict(compute=compute, communication=talk, optimizer=trainable * _PASSES[recipe.optim] / memory,

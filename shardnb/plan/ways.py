@@ -30,18 +30,22 @@ def verdict(
     nproc: int, # ranks on it
 ) -> tuple:     # ('yes', 'tight' or 'no', a sentence)
     "Whether a rank's peak fits, and why."
+    return _verdict(b, machine, nproc)[:2]
+
+def _verdict(b, machine, nproc):
+    "The same, and what there is too little of: '', 'device', 'host' or 'disk'."
     limit, spare = limit_of(machine, nproc), LIBRARIES[machine.cuda]
     need, most, room = (b.peak + b.band[0], b.worst, limit) if machine.cuda else (b.peak + b.host_peak, b.peak + b.host_peak + spare, _ROOM * limit)
     big, n, files = b.largest, nproc, b.disk_bytes * nproc
     part = f"mostly {big}, {short_bytes(b.device.get(big, 0))}"
-    if need > limit: return "no", f"needs {'at least ' if machine.cuda else ''}{short_bytes(need)} where a rank has {short_share(limit, need)}; {part}"
+    if need > limit: return "no", f"needs {'at least ' if machine.cuda else ''}{short_bytes(need)} where a rank has {short_share(limit, need)}; {part}", "device"
     host = (b.host_peak + spare) * n if machine.cuda and b.host_peak else 0
     if host > _HOST_FULL * machine.host_bytes:
-        return "no", f"fits the GPU with {short_bytes(need)}, but {n} ranks' offload needs {short_bytes(host)} of host memory where there are {short_share(machine.host_bytes, host)}"
-    if 0 < machine.disk_bytes < files: return "no", f"fits in memory, but {n} ranks' offload writes {short_bytes(files)} to files, and the disk has {short_share(machine.disk_bytes, files)} free"
-    if most > room: return "tight", f"{short_bytes(b.peak)} are allocated and {f'{short_share(need, b.peak)} to' if machine.cuda else 'up to'} {short_share(most, b.peak)} used, of {short_share(limit, b.peak)}; {part}"
-    if host > _HOST_ROOM * machine.host_bytes: return "tight", f"the offload takes {short_share(host, machine.host_bytes)} of {short_bytes(machine.host_bytes)} of host memory"
-    return "yes", f"up to {short_share(most, limit)} of {short_bytes(limit)}; {part}" + (f"; {short_bytes(files)} of disk" if files else "")
+        return "no", f"fits the GPU with {short_bytes(need)}, but {n} ranks' offload needs {short_bytes(host)} of host memory where there are {short_share(machine.host_bytes, host)}", "host"
+    if 0 < machine.disk_bytes < files: return "no", f"fits in memory, but {n} ranks' offload writes {short_bytes(files)} to files, and the disk has {short_share(machine.disk_bytes, files)} free", "disk"
+    if most > room: return "tight", f"{short_bytes(b.peak)} are allocated and {f'{short_share(need, b.peak)} to' if machine.cuda else 'up to'} {short_share(most, b.peak)} used, of {short_share(limit, b.peak)}; {part}", "device"
+    if host > _HOST_ROOM * machine.host_bytes: return "tight", f"the offload takes {short_share(host, machine.host_bytes)} of {short_bytes(machine.host_bytes)} of host memory", "host"
+    return "yes", f"up to {short_share(most, limit)} of {short_bytes(limit)}; {part}" + (f"; {short_bytes(files)} of disk" if files else ""), ""
 
 # %% ../../nbs/plan/07b_ways.ipynb #7514f105
 OFFERED = [*STRATEGIES, "zero2+optim-cpu", "zero3+optim-cpu", "zero3+optim-cpu+param-cpu", "fsdp+param-cpu"]
@@ -88,7 +92,7 @@ class _Ways:
         return self._row(strategy, nproc, changes, done, b)
 
     def _row(self, strategy, nproc, changes, done, b):
-        fits, why = verdict(b, self.machine.with_disk(done.nvme_path) if b.disk else self.machine, nproc)
+        fits, why, lacks = _verdict(b, self.machine.with_disk(done.nvme_path) if b.disk else self.machine, nproc)
         same = done.tuning == self.plain.tuning                # facts are of another model otherwise
         sent = communication(strategy, done, self.facts, nproc, self.machine.cuda) if same else None
         t = step_seconds(strategy, done, self.facts, self.machine, nproc, self.link, sent) if same else None
@@ -96,7 +100,7 @@ class _Ways:
         row = dict(
             strategy=strategy, label=_label(strategy, nproc, changes, self.nproc), nproc=nproc, changes=changes, fits=fits, why=why,
             peak_bytes=b.peak, worst_bytes=b.worst, host_bytes=b.host_peak, disk_bytes=b.disk_bytes, limit_bytes=limit_of(self.machine, nproc),
-            largest=b.largest, peak_at=b.peak_at, checkpointing=bool(done.activation_checkpointing),
+            largest={"host": "host memory", "disk": "files"}.get(lacks, b.largest), peak_at=b.peak_at, checkpointing=bool(done.activation_checkpointing),
             comm_bytes_per_step=int(sent.sent) if sent else None, offload_bytes_per_step=int(sent.to_device + sent.to_host) if sent else None,
             relative_step_time=t["total"] / self.unit * _same_rows(done, self.plain) if t else None,
             seconds={k: float(v) for k, v in t.items()} if t else None, suggestion=None)

@@ -252,7 +252,7 @@ class _FakeFSDP(FSDPEngine):
         loss.backward()
 
 # %% ../../nbs/run/03c_fake.ipynb #fa45c3b4
-def _batch(recipe, cuda):
+def _batch(recipe):
     rows, n = (1, recipe.micro_batch * recipe.max_length) if recipe.packing else (recipe.micro_batch, recipe.max_length)
     ids = torch.zeros(rows, n, dtype=torch.int64)
     out = dict(input_ids=ids, labels=torch.zeros_like(ids))
@@ -285,7 +285,7 @@ def step(
     "One optimizer step."
     r, led, engine = rank.recipe, rank.ledger, rank.engine
     led.start(ops)
-    batches = [_batch(r, rank.cuda) for _ in range(r.grad_accum)]
+    batches = [_batch(r) for _ in range(r.grad_accum)]
     items = torch.zeros((), dtype=torch.int64)
     with _kernels(rank.cuda):
         for i, batch in enumerate(batches):

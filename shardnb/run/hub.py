@@ -102,14 +102,14 @@ def hub_problems(
     field:str, # 'model', 'tokenizer' or 'dataset'
     name:str, # a hub id, neither built in nor a path
     env:dict|None=None, # what the recipe adds to the ranks' environment
-    ask:bool=True, # False: look into the cache only, and only when offline
+
 ) -> list: # empty when ranks may find it
     "Why the ranks won't find a hub id"
     if name.startswith(MODELSCOPE): return [] if find_spec("modelscope") else [missing_package(field, name, "modelscope", "modelscope")]
     kind, env = _KINDS[field], {**os.environ, **(env or {})}
     if said := offline(env):
         return [] if is_cached(name, kind, env) else [not_fetched(field, name, f"is neither on this disk nor in the cache of the hub, and {said} is set")]
-    if not ask or (kind, name) in _there: return []
+    if (kind, name) in _there: return []
     answer = _asked(name, kind)
     if answer == "yes": _there.add((kind, name))
     if answer == "no": return [not_fetched(field, name, _ABSENT)]

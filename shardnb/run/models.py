@@ -89,7 +89,7 @@ def model_problems(recipe) -> list[Problem]: # empty when nothing is wrong that 
         elif name == "tiny": continue
         elif bad := name_problems(field, name): out += bad
         elif is_path(name): out += (_folder_problems if field == "model" else _tokenizer_problems)(field, name, as_path(name))
-        else: out += hub_problems(field, name, recipe.env, ask=field != "model")   # the planner reads a model's config from the hub anyway
+        else: out += hub_problems(field, name, recipe.env)
     if recipe.model and not out and is_path(recipe.model) and as_path(recipe.model).is_dir(): out += quantized_problems(recipe, quantization_of(as_path(recipe.model)))
     if recipe.optim == "adamw_8bit" and not _package_dir("bitsandbytes"): out.append(missing_package("optim", recipe.optim, "bitsandbytes", "bitsandbytes", "adamw_torch"))
     if recipe.tuning == "qlora" and not _package_dir("bitsandbytes"): out.append(missing_package("tuning", "qlora", "bitsandbytes", "bitsandbytes", "lora"))

@@ -242,10 +242,10 @@ def run_title(
     run, # a `Run`
 )->str: # for example 'demo · zero3 · 2 ranks · full'
     "One line that says which run this is"
-    r = run.recipe
+    r, model = run.recipe, (getattr(run, 'plan', None) or {}).get('model')
     n = getattr(run, 'world_size', None) or r.nproc
     ranks = f'{n} rank{"s" if n!=1 else ""}' if n else ''
-    return ' · '.join(str(x) for x in (r.model, r.strategy, ranks, r.tuning if r.tuning!='full' else '', r.precision) if x)
+    return ' · '.join(str(x) for x in (model or r.model, r.strategy, ranks, r.tuning if r.tuning!='full' else '', r.precision) if x)
 
 def capacity_of(
     run, # a `Run`
@@ -308,7 +308,8 @@ def run_figure(
         for left,draw in ((.05, loss_curve), (.385, speed_curve), (.715, step_split)):
             ax = fig.add_axes([left, low, .265, top-low])
             draw(ax, metrics, getattr(run, 'evals', None)) if draw is loss_curve else draw(ax, metrics)
-        mem = fig.add_axes([.155, y(.82), .825, 1-y(3.22)-y(.82)])
+        left = .155 if len({r[1] for r in rows})<2 else .2   # the place stands at the left too
+        mem = fig.add_axes([left, y(.82), .98-left, 1-y(3.22)-y(.82)])
         memory_bars(mem, rows, capacity_of(run), prediction_text(run), names)
     return fig
 

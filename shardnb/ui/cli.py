@@ -1,4 +1,4 @@
-"""`shardnb train|resume|plan|compare|runs|attach|stop|logs|delete|export|doctor|demo`: the same functions at a terminal
+"""`shardnb train|resume|plan|compare|runs|attach|stop|logs|delete|export|merge|doctor|demo`: the same functions at a terminal
 
 Docs: https://shardnb.github.io/shardnb/ui/cli.html.md"""
 
@@ -7,7 +7,8 @@ Docs: https://shardnb.github.io/shardnb/ui/cli.html.md"""
 # %% auto #0
 __all__ = ['COMMANDS', 'Follower', 'memory_lines', 'follow', 'failure_text', 'train_command', 'resume_command', 'plan_command',
            'runs_command', 'compare_command', 'delete_command', 'attach_command', 'stop_command', 'logs_command',
-           'export_command', 'doctor_command', 'demo_command', 'command_parser', 'usage', 'completions', 'main']
+           'export_command', 'merge_command', 'doctor_command', 'demo_command', 'command_parser', 'usage',
+           'completions', 'main']
 
 # %% ../../nbs/ui/04_cli.ipynb #84abdf96
 import os, signal, sys, threading, warnings
@@ -225,6 +226,12 @@ def export_command(ns):
     print(attach(ns.id).export(ns.folder))
     return 0
 
+def merge_command(ns):
+    "Write the model of a LoRA run with its adapter merged in: an ordinary Transformers folder"
+    from shardnb.run.registry import attach
+    print(attach(ns.id).merge(ns.folder))
+    return 0
+
 def doctor_command(ns):
     "Say what works on this machine and what does not, with the fix"
     from shardnb.ui.doctor import report
@@ -238,7 +245,7 @@ def demo_command(ns):
 
 # %% ../../nbs/ui/04_cli.ipynb #2c107b3f
 COMMANDS = dict(train=train_command, resume=resume_command, plan=plan_command, compare=compare_command, runs=runs_command, attach=attach_command, stop=stop_command, logs=logs_command,
-    delete=delete_command, export=export_command, doctor=doctor_command, demo=demo_command)
+    delete=delete_command, export=export_command, merge=merge_command, doctor=doctor_command, demo=demo_command)
 
 _WAITING = '''While it waits, Ctrl-C or SIGTERM asks the run to stop: the ranks finish their step, save, and end (exit code 130 or 143); a second one leaves it to that.
 SIGHUP, a terminal that closes, leaves the run going (129): it belongs to no terminal, and shardnb attach ID follows it again.
@@ -266,8 +273,8 @@ def command_parser(
     if name=='train':
         p.add_argument('--cell', metavar='FILE', help='a Python file that every rank runs, as the body of %%%%shardtrain')
     if name in ('train', 'resume'): p.add_argument('--detach', action='store_true', help='print the id and return at once')
-    if name in ('resume', 'attach', 'stop', 'logs', 'export'): p.add_argument('id', help='id of a run; its beginning is enough')
-    if name=='export': p.add_argument('folder', help='where the project goes; not there yet, or empty')
+    if name in ('resume', 'attach', 'stop', 'logs', 'export', 'merge'): p.add_argument('id', help='id of a run; its beginning is enough')
+    if name in ('export', 'merge'): p.add_argument('folder', help=f'where the {"project" if name=="export" else "model"} goes; not there yet, or empty')
     if name=='resume': add_recipe_options(p)
     if name=='delete':
         p.add_argument('ids', nargs='+', metavar='id', help='ids of runs; the beginning of each is enough')

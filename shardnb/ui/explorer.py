@@ -241,6 +241,7 @@ _PAGE = '''<div id="{id}" style="font:13px system-ui,sans-serif;color:#22252b;ba
 <label>ranks <input type="range" min="0" max="{ranks_max}" value="{rank}" aria-label="ranks" data-k="rank"></label> <b data-s="rank"></b> &nbsp;
 <label>GiB of a GPU <select data-k="gib">{gibs}</select></label>
 <div data-s="bars" role="group" aria-label="Predicted peak of a rank under each strategy" style="margin-top:8px"></div>
+<div data-s="limit" style="text-align:right;font-size:12px;color:#b3261e"></div>
 <div style="margin-top:6px;font-size:12px">{legend}</div>
 <div style="margin-top:4px;font-size:12px;color:#6b7078">Predicted by shardnb: {said}. The line is the memory of a GPU.</div>
 <script>(function(){{
@@ -249,7 +250,7 @@ const at=k=>root.querySelector('[data-k='+k+']'), show=k=>root.querySelector('[d
 function draw(){{
  const s=S[at('size').value], n=R[at('rank').value], top=at('gib').value*G, found=D[s][n];
  show('size').textContent=s; show('rank').textContent=n; at('size').setAttribute('aria-valuetext',s+' parameters'); at('rank').setAttribute('aria-valuetext',n+' ranks');
- const right=Math.max(...Object.values(found).map(f=>f.reduce((a,p)=>a+p[1],0)))*1.3; show('bars').replaceChildren();
+ const right=Math.max(...Object.values(found).map(f=>f.reduce((a,p)=>a+p[1],0)))*1.3; show('bars').replaceChildren(); show('limit').textContent=top<right?'':'a GPU has '+top/G+' GiB →';
  for(const [name,parts] of Object.entries(found)){{
   const sum=parts.reduce((a,p)=>a+p[1],0), [least,worst]=U[s][n][name], doubt=worst<=top?'':least<=top?', tight':', doesn\\'t fit', line=document.createElement('div'), word=document.createElement('span'), bar=document.createElement('span'), end=document.createElement('span');
   line.style.cssText='display:flex;align-items:center;height:26px;position:relative'; word.textContent=name; word.style.cssText='flex:0 0 56px;color:#6b7078'; bar.style.cssText='flex:1;display:flex;align-items:center;height:18px;position:relative';

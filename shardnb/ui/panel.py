@@ -272,7 +272,7 @@ def _close(self:Panel):
         if self.widget is not None: close_all(self.widget, self.buttons, self.stop, self.kill, self.snapshot, self.grid, self.notes, self.fold); self.widget = None
 Panel.show, Panel.close, Panel.retire = _show, _close, _retire
 Panel._ipython_display_ = lambda self: show_panel(self.run)
-Panel.__repr__ = lambda self: text_line(self.run)
+Panel.__repr__ = lambda self: text_line(self.run) if self.run.rundir.path.is_dir() else f'Panel of {self.run.id}, which was deleted'
 
 # %% ../../nbs/ui/01_panel.ipynb #693a8920
 def wait_for(
