@@ -119,7 +119,8 @@ def test_where_a_run_of_another_home_saves(home, monkeypatch):
     assert os.listdir(home / "out") == [".shardnb-run.json"]
 
 
-def test_folders_that_other_options_name(home):
+def test_folders_that_other_options_name(home, monkeypatch):
+    monkeypatch.setattr("shardnb.run.compiled.is_built", lambda op: True)  # else that is wrong too, and told
     refused("nvme_path", "can't be written to", strategy="zero3+optim-nvme", nvme_path="/proc")
     code, _, err = shell("demo", "--folder", "/proc/pictures")
     assert code == 2 and "--folder: '/proc/pictures' can't be written to" in err

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import ranks
+from marks import slow
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp")
 PHASES = {"forward", "backward", "step"}
@@ -206,7 +207,7 @@ for i, b in enumerate(dl):
 """
 
 
-@pytest.mark.parametrize("strategy", ("ddp", "zero3", "fsdp"))
+@pytest.mark.parametrize("strategy", (slow("ddp"), "zero3", "fsdp"))
 def test_activations(wide, tmp_path, strategy):
     "The rest at the end of the forward pass is what autograd saved, weights that were gathered for the moment excluded."
     run = go(wide, tmp_path, strategy, SAVING)

@@ -1,12 +1,52 @@
-"Fixtures of the browser tests"
+"Fixtures of the browser tests, which come last; the site is built beside the tests before them"
 import os
+import shutil
+import signal
+import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 import lab as lab_module  # noqa: E402
+
+
+BUILD = pytest.StashKey()  # (process, the folder with its log and the site)
+
+
+def pytest_collection_modifyitems(items):
+    "What says how fast something is comes when the site is built; what needs the site comes last"
+    turn = lambda path: 0 if path.parent.name == "tests" else 3 if path.name == "test_site.py" else 2 if path.parent.name == "browser" else 1
+    items.sort(key=lambda item: turn(item.path))
+
+
+def pytest_collection_finish(session):
+    "Build it at the lowest priority, in the time that other tests spend waiting"
+    if session.config.option.collectonly or shutil.which("npm") is None or not any(i.path.name == "test_site.py" for i in session.items): return
+    top = Path(tempfile.mkdtemp(prefix="shardnb-site-"))
+    with (top / "log").open("w") as log:
+        p = subprocess.Popen([sys.executable, lab_module.ROOT / "docs" / "build.py", "--reuse", "--site", top / "site"], stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
+    os.setpriority(os.PRIO_PROCESS, p.pid, 19)
+    session.config.stash[BUILD] = p, top
+
+
+def pytest_sessionfinish(session):
+    if BUILD not in session.config.stash: return
+    p, top = session.config.stash[BUILD]
+    if p.poll() is None: os.killpg(p.pid, signal.SIGKILL)
+    p.wait()
+    shutil.rmtree(top, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def site(pytestconfig):
+    "The site with the outputs that the notebooks hold; `make docs` runs them instead"
+    if BUILD not in pytestconfig.stash: (pytest.fail if os.environ.get("CI") else pytest.skip)("no npm on this machine (Debian: apt-get install npm)")
+    p, top = pytestconfig.stash[BUILD]
+    assert p.wait() == 0, (top / "log").read_text()[-4000:]   # broken links and Sphinx's warnings end it too
+    return top / "site"
 
 
 @pytest.fixture(scope="session")

@@ -1,9 +1,6 @@
 "The docs site builds (its first build fetches three files of JavaScript), loads nothing from elsewhere, names every public name, and can be read by everyone: links, headings, pictures, contrast, phones, search."
 import html
-import os
 import re
-import shutil
-import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
@@ -17,16 +14,6 @@ from pages import modules, public_names  # noqa: E402
 pytestmark = pytest.mark.browser
 CONTRAST = re.sub(r"^//.*\n", "", (Path(__file__).parent / "contrast.js").read_text())
 SEEN = ("index", "first_sharded_finetune", "errors", "choosing", "memory", "recipe_fields")   # pages of which a picture is kept
-
-
-@pytest.fixture(scope="module")
-def site(tmp_path_factory):
-    "The site with the outputs that the notebooks hold; `make docs` runs them instead"
-    if shutil.which("npm") is None: (pytest.fail if os.environ.get("CI") else pytest.skip)("no npm on this machine (Debian: apt-get install npm)")
-    out = tmp_path_factory.mktemp("site")
-    r = subprocess.run([sys.executable, ROOT / "docs" / "build.py", "--reuse", "--site", out], capture_output=True, text=True, stdin=subprocess.DEVNULL)
-    assert r.returncode == 0, (r.stdout + r.stderr)[-4000:]   # broken links and Sphinx's warnings end it too
-    return out
 
 
 class Seen(HTMLParser):

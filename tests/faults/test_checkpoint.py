@@ -104,7 +104,7 @@ def go_on(recipe, home):
 def no_leftovers(folder): return sorted(p.name for p in Path(folder).iterdir() if p.name.startswith(".")) == []
 
 
-@pytest.mark.parametrize("strategy", [s if s == "zero3" else slow(s) for s in FULL])
+@pytest.mark.parametrize("strategy", [s if s == "fsdp" else slow(s) for s in FULL])
 def test_killed_while_it_saves_and_resumed_bit_for_bit(top, losses, rng, tmp_path, strategy):
     "in the middle of an epoch, of accumulation and of a schedule, with dropout"
     for attempt in range(5):  # on a busy machine the kill may come when the save is over
