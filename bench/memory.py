@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 ENDS = {"forward": "after_forward", "backward": "after_backward", "step": "after_step"} # phase -> the mark at its end
 SETTLED, STEPS = 3, 6 # optimizer steps until libraries have their caches (oneDNN keeps 0.25 MiB of code for each shape of a product in bf16), and those until the last that counts; in one more, autograd's hooks count
 LIMITS = dict(peak=.05, median=.02, states=.01, unnamed=.05, activations=.02)
-SMALL = 32 * 2**20 # bytes saved by a forward pass below which its figure is shown and not judged: autograd's graph itself takes 0.3 MiB and more, and a library keeps as much now and then
+GRAPH = 2**19 # bytes by which activations may differ in any case: autograd's graph itself takes 0.3 MiB and more, and a library keeps as much now and then; 2 % of most of these rows is more
 BASE = dict(bos_token_id=1, eos_token_id=2, pad_token_id=0)
 LLAMA = BASE | dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=640, intermediate_size=1728, num_hidden_layers=6, num_attention_heads=10, num_key_value_heads=5,
                     vocab_size=264, max_position_embeddings=2048, tie_word_embeddings=False)
@@ -37,7 +37,7 @@ SHAPES = {
     "neox": BASE | dict(architectures=["GPTNeoXForCausalLM"], model_type="gpt_neox", hidden_size=512, intermediate_size=2048, num_hidden_layers=6, num_attention_heads=8,
                         vocab_size=4000, max_position_embeddings=1024, tie_word_embeddings=False),
 }
-ONE = dict(micro_batch=1, max_length=64)
+ONE = dict(micro_batch=1, max_length=192)
 LORA = dict(tuning="lora", lora_r=64)
 RUNS = [
     ("deep llama", "ddp", ONE), ("deep llama", "zero1", ONE), ("deep llama", "zero2", ONE), ("deep llama", "zero3", ONE), ("deep llama", "fsdp", ONE), ("deep llama", "fsdp-grad-op", ONE),
@@ -152,8 +152,8 @@ if __name__ == "__main__":
                 with kept.open("a") as f: f.write(json.dumps(row) + "\n")
             out.append(row)
             print(line(row), flush=True)
-    errors = sorted(abs(r["error"]) for r in out)
-    print(f"\n{len(out)} runs; device peak: median {errors[len(errors) // 2]:.2%}, worst {errors[-1]:.2%}; states: worst {max(r['states'] for r in out):.2%}; activations, where they are {SMALL / 2**20:.0f} MiB and more: worst {max((abs(r['activations']) for r in out if r['saved'] >= SMALL), default=0):.2%}; unnamed: worst {max(r['unnamed'] for r in out):.2%}\nworst rows:")
+    errors, far = sorted(abs(r["error"]) for r in out), [abs(r["activations"]) for r in out if abs(r["activations"]) * r["saved"] > GRAPH]
+    print(f"\n{len(out)} runs; device peak: median {errors[len(errors) // 2]:.2%}, worst {errors[-1]:.2%}; states: worst {max(r['states'] for r in out):.2%}; activations that are off by more than {GRAPH / 2**20:g} MiB: worst {max(far, default=0):.2%}; unnamed: worst {max(r['unnamed'] for r in out):.2%}\nworst rows:")
     for r in sorted(out, key=lambda r: -abs(r["error"]))[:4]: print(line(r))
-    ok = errors[-1] <= LIMITS["peak"] and errors[len(errors) // 2] <= LIMITS["median"] and all(abs(r[k]) <= LIMITS[k] for r in out for k in ("states", "activations", "unnamed") if k != "activations" or r["saved"] >= SMALL)
+    ok = errors[-1] <= LIMITS["peak"] and errors[len(errors) // 2] <= LIMITS["median"] and max(far, default=0) <= LIMITS["activations"] and all(abs(r[k]) <= LIMITS[k] for r in out for k in ("states", "unnamed"))
     sys.exit(not ok)

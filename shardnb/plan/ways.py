@@ -41,7 +41,7 @@ def _verdict(b, machine, nproc):
     if need > limit: return "no", f"needs {'at least ' if machine.cuda else ''}{short_bytes(need)} where a rank has {short_share(limit, need)}; {part}", "device"
     host = (b.host_peak + spare) * n if machine.cuda and b.host_peak else 0
     if host > _HOST_FULL * machine.host_bytes:
-        return "no", f"fits the GPU with {short_bytes(need)}, but {n} ranks' offload needs {short_bytes(host)} of host memory where there are {short_share(machine.host_bytes, host)}", "host"
+        return "no", f"fits the GPU with {short_bytes(need)}, but {n} ranks' offload and libraries need {short_bytes(host)} of host memory where there are {short_share(machine.host_bytes, host)}", "host"
     if 0 < machine.disk_bytes < files: return "no", f"fits in memory, but {n} ranks' offload writes {short_bytes(files)} to files, and the disk has {short_share(machine.disk_bytes, files)} free", "disk"
     if most > room: return "tight", f"{short_bytes(b.peak)} are allocated and {f'{short_share(need, b.peak)} to' if machine.cuda else 'up to'} {short_share(most, b.peak)} used, of {short_share(limit, b.peak)}; {part}", "device"
     if host > _HOST_ROOM * machine.host_bytes: return "tight", f"the offload takes {short_share(host, machine.host_bytes)} of {short_bytes(machine.host_bytes)} of host memory", "host"

@@ -281,7 +281,7 @@ class StaticExplorer:
         q, there = self.question, [c for c in PALETTE if any(p[0]==c for by in self.found.values() for f in by.values() for parts in f.values() for p in parts)]
         legend = ' '.join(f'<span style="white-space:nowrap"><span style="display:inline-block;width:10px;height:10px;background:{PALETTE[c]}"></span> {MEANING[c]}</span>' for c in there)
         gibs = ''.join(f'<option{" selected" if g==q.device else ""}>{g}</option>' for g in DEVICES)
-        said = f'{q.tuning} fine-tuning in {q.precision}, {q.micro_batch} row{"s" if q.micro_batch>1 else ""} of {q.max_length} tokens on a rank, activation checkpointing {"on" if q.checkpointing else "off"}'
+        said = f'{q.tuning} fine-tuning in {q.precision}, {q.micro_batch} row{"s" if q.micro_batch>1 else ""} of {q.max_length} tokens on a rank, one micro-batch a step, activation checkpointing {"on" if q.checkpointing else "off"}'
         return _PAGE.format(id='shardnb-'+uuid.uuid4().hex[:8], sizes_max=len(self.sizes)-1, ranks_max=len(self.ranks)-1, size=min(1, len(self.sizes)-1), rank=min(2, len(self.ranks)-1), gibs=gibs, legend=legend, said=_e(said),
             data=json.dumps(self.found, separators=(',', ':')), used=json.dumps(self.used, separators=(',', ':')), colours=json.dumps({c:PALETTE[c] for c in there}), names=json.dumps({c:MEANING[c] for c in there}), sizes=json.dumps(self.sizes), ranks=json.dumps(self.ranks))
 

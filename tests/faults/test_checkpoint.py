@@ -229,7 +229,7 @@ def test_kill_during_save_in_full(top, losses, rng, tmp_path, strategy, trials):
 
 # disks
 
-@pytest.mark.parametrize("strategy", ("ddp", "zero3", "fsdp"))
+@pytest.mark.parametrize("strategy", (slow("ddp"), slow("zero3"), "fsdp"))
 def test_a_disk_that_fills_in_the_middle_of_a_save_leaves_the_run_alive(top, losses, rng, tmp_path, disk, strategy):
     "Bytes are free but no more files can be made, which nobody can foresee; then the disk is read-only; then all is well"
     place = disk(size="64m", nr_inodes=rng.randrange(6, 12))
