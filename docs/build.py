@@ -98,7 +98,7 @@ def execute_all(project, env):
     os.environ.update(env)
     around = surroundings(project)
     for f in notebooks(project):
-        os.environ["SHARDNB_HOME"] = str(WORK / "runs" / f.stem)
+        os.environ["SHARDNB_HOME"] = str(project.parent / "runs" / f.stem)
         seconds = execute(f, project, around)
         print(f"  {f.relative_to(project)}: {f'{seconds:.0f} s' if seconds else 'unchanged, from the cache'}", flush=True)
 
@@ -168,10 +168,11 @@ def main():
     ap = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     ap.add_argument("--reuse", action="store_true", help="take the outputs that are stored in the notebooks")
     ap.add_argument("--site", type=Path, default=SITE, help="where the pages go")
+    ap.add_argument("--work", type=Path, default=WORK, help="where it is made; emptied first")
     a = ap.parse_args()
     t0 = time.monotonic()
-    shutil.rmtree(WORK, ignore_errors=True)
-    project, src = WORK / "project", WORK / "src"
+    shutil.rmtree(a.work, ignore_errors=True)
+    project, src = a.work / "project", a.work / "src"
     project.mkdir(parents=True)
     copy_project(project)
     shared = project / "nbs" / "plan"  # its notebooks have a file of examples in common
@@ -188,7 +189,7 @@ def main():
     shutil.copy2(DOCS / "conf.py", src / "conf.py")
     shutil.copytree(DOCS / "_static", src / "_static")
     javascript(src / "_static")
-    html = WORK / "html"   # MyST-NB leaves a folder beside its output, so that isn't made in its final place
+    html = a.work / "html"   # MyST-NB leaves a folder beside its output, so that isn't made in its final place
     code = subprocess.run([sys.executable, "-m", "sphinx", "-j", "auto", "-W", "--keep-going", "-q", "-b", "html", src, html]).returncode
     if code: sys.exit(f"sphinx found problems (exit {code})")
     shutil.rmtree(a.site, ignore_errors=True)

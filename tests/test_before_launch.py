@@ -142,16 +142,18 @@ def test_everything_wrong_is_said_at_once(home):
 
 
 @pytest.mark.parametrize("answer,text", [("no", "is not on the hub"), ("unreached", "could not be fetched from the hub"), ("yes", None), ("unclear", None)])
-def test_the_hub_is_asked_when_there_is_a_network(answer, text, home, monkeypatch):
-    from shardnb.run import formats, hub
+@pytest.mark.parametrize("field", ["model", "dataset"])
+def test_the_hub_is_asked_when_there_is_a_network(answer, text, field, home, monkeypatch):
+    from shardnb.run import formats, hub, models
+    look = lambda: formats.check_dataset(Recipe(dataset="squad")) if field == "dataset" else models.model_problems(Recipe(model="rajpurkar/squad"))
     for n in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"): monkeypatch.delenv(n, raising=False)
     monkeypatch.setenv("HF_HOME", str(home / "hf"))
     monkeypatch.setattr(hub, "_there", set())
     monkeypatch.setattr(hub, "_asked", lambda name, kind: answer)
-    said = formats.check_dataset(Recipe(dataset="squad"))
-    assert (not said) if text is None else (text in str(said[0]) and said[0].field == "dataset")
-    (home / "hf" / "hub" / "datasets--rajpurkar--squad").mkdir(parents=True)
-    assert bool(formats.check_dataset(Recipe(dataset="squad"))) is (answer == "no")
+    said = look()
+    assert (not said) if text is None else (text in str(said[0]) and said[0].field == field)
+    (home / "hf" / "hub" / f"{field}s--rajpurkar--squad").mkdir(parents=True)
+    assert bool(look()) is (answer == "no")
 
 
 # Ranks and ids

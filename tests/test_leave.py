@@ -405,7 +405,7 @@ def ended(tmp_path, recipe, cell, **inputs):
 
 
 @pytest.mark.parametrize("tuning", ["lora", "full", pytest.param("qlora", marks=slow)])
-def test_a_cell_that_only_makes_rows_trains_the_recipe_s_model(tmp_path, monkeypatch, tuning):
+def test_a_cell_that_only_makes_rows_trains_the_recipe_s_model(tmp_path, monkeypatch, capsys, tuning):
     "So it can be loaded again as the recipe says it: with random weights of its seed, in 4 bits, and before training too"
     import torch
 
@@ -423,7 +423,10 @@ def test_a_cell_that_only_makes_rows_trains_the_recipe_s_model(tmp_path, monkeyp
         use._merge(str(run.dir), tmp_path / "merged")
         assert (tmp_path / "merged" / "model.safetensors").exists()
     if tuning == "full":
+        from shardnb.ui.cli import main
         with pytest.raises(ShardnbError, match="there is no adapter"): use._merge(str(run.dir), tmp_path / "merged")
+        monkeypatch.setenv("SHARDNB_HOME", str(tmp_path))
+        assert main(["merge", run.id, str(tmp_path / "merged")]) and "there is no adapter to merge" in capsys.readouterr().err and not (tmp_path / "merged").exists()
 
 
 def test_a_model_that_merging_would_change_is_not_written(tmp_path, monkeypatch):

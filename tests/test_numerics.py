@@ -5,7 +5,7 @@ from marks import slow
 
 STEPS = 20
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "zero3+optim-cpu", "fsdp", "fsdp-grad-op")
-OFTEN = ("ddp", "zero2", "zero3", "fsdp")  # the others share their code with these
+OFTEN = ("ddp", "zero2", "zero3", "zero3+optim-cpu", "fsdp")
 SHAPES = {
     "llama": ranks.LLAMA | dict(num_hidden_layers=3),
     "qwen2": ranks.LLAMA | dict(num_hidden_layers=3, architectures=["Qwen2ForCausalLM"], model_type="qwen2", tie_word_embeddings=True),

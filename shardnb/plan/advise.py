@@ -219,7 +219,7 @@ def _notes_of(ways):
     "What was assumed."
     m, r = ways.machine, ways.plain
     how = "40 % of the GPU's figure, the link's assumed share, the overlap that plan/advise states" if m.cuda else "ranks share the cores"
-    out = [f"times are a model's, for comparing strategies: {how}; a step of ddp would take {ways.unit:.2g} s", f"every row counts as {r.max_length} tokens long"]
+    out = [f"times are a model's, for comparing strategies: {how}; a step of ddp would take {f'{ways.unit:,.0f}' if ways.unit >= 10 else f'{ways.unit:.2g}'} s", f"every row counts as {r.max_length} tokens long"]
     if m.cuda and not m.gpus[0].flops:
         out.append(f"{m.gpus[0].name} is not in the table of data sheets: {_FLOPS:.0e} operations and {_BANDWIDTH:.0e} bytes per second are assumed")
     if ways.nproc > 1: out.append(_link_note(ways))

@@ -44,7 +44,7 @@ def _verdict(b, machine, nproc):
         return "no", f"fits the GPU with {short_bytes(need)}, but {n} ranks' offload and libraries need {short_bytes(host)} of host memory where there are {short_share(machine.host_bytes, host)}", "host"
     if 0 < machine.disk_bytes < files: return "no", f"fits in memory, but {n} ranks' offload writes {short_bytes(files)} to files, and the disk has {short_share(machine.disk_bytes, files)} free", "disk"
     if most > room: return "tight", f"{short_bytes(b.peak)} are allocated and {f'{short_share(need, b.peak)} to' if machine.cuda else 'up to'} {short_share(most, b.peak)} used, of {short_share(limit, b.peak)}; {part}", "device"
-    if host > _HOST_ROOM * machine.host_bytes: return "tight", f"the offload takes {short_share(host, machine.host_bytes)} of {short_bytes(machine.host_bytes)} of host memory", "host"
+    if host > _HOST_ROOM * machine.host_bytes: return "tight", f"offload and libraries take {short_share(host, machine.host_bytes)} of {short_bytes(machine.host_bytes)} of host memory", "host"
     return "yes", f"up to {short_share(most, limit)} of {short_bytes(limit)}; {part}" + (f"; {short_bytes(files)} of disk" if files else ""), ""
 
 # %% ../../nbs/plan/07b_ways.ipynb #7514f105
@@ -100,7 +100,7 @@ class _Ways:
         row = dict(
             strategy=strategy, label=_label(strategy, nproc, changes, self.nproc), nproc=nproc, changes=changes, fits=fits, why=why,
             peak_bytes=b.peak, worst_bytes=b.worst, host_bytes=b.host_peak, disk_bytes=b.disk_bytes, limit_bytes=limit_of(self.machine, nproc),
-            largest={"host": "host memory", "disk": "files"}.get(lacks, b.largest), peak_at=b.peak_at, checkpointing=bool(done.activation_checkpointing),
+            largest={"host": "host memory", "disk": "disk"}.get(lacks, b.largest), peak_at=b.peak_at, checkpointing=bool(done.activation_checkpointing),
             comm_bytes_per_step=int(sent.sent) if sent else None, offload_bytes_per_step=int(sent.to_device + sent.to_host) if sent else None,
             relative_step_time=t["total"] / self.unit * _same_rows(done, self.plain) if t else None,
             seconds={k: float(v) for k, v in t.items()} if t else None, suggestion=None)
@@ -131,7 +131,7 @@ def _variant_rows(ways, main):
     return out + ([single] if single else [])
 
 _LESS = {"full": "lora", "lora": "qlora"} # what trains less
-_LEAST = {"full": 16, "lora": 2} # bytes a parameter at the least under ddp: weights, gradients and two moments in fp32; frozen weights in 16 bits
+_HELD = {"full": 16, "lora": 2} # bytes a parameter that ddp holds with AdamW: weights, gradients and two moments in fp32; frozen weights in 16 bits
 def likely(
     recipe,         # a `Recipe`
     machine,        # a `Machine`
@@ -143,9 +143,10 @@ def likely(
         found.append(way)
         raise PlanError("noted")
     ways = _Ways(recipe, machine, facts, note)
-    changes = [{}] if recipe.activation_checkpointing is not None else [{"activation_checkpointing": on} for on in (True, False)]
-    tuning = _LESS.get(ways.plain.tuning)
-    if tuning and _LEAST[ways.plain.tuning] * facts["total"] > limit_of(machine, ways.nproc): changes.append(dict(tuning=tuning, micro_batch=1, activation_checkpointing=True)) # ddp won't fit with less
+    changes = [{}] if ways.recipe.activation_checkpointing is not None else [{"activation_checkpointing": on} for on in (True, False)]
+    tuning, micro = _LESS.get(ways.plain.tuning), ways.plain.micro_batch
+    if tuning and _HELD[ways.plain.tuning] * facts["total"] > limit_of(machine, ways.nproc): # ddp can't fit so, and training less will be tried
+        changes.append(dict(tuning=tuning, micro_batch=[micro, *_halves(micro)][-1], activation_checkpointing=True))
     for c in changes:
         for s in _LADDER: ways.way(s, **c)
         yield from found

@@ -133,25 +133,26 @@ def write_files(
 # %% ../../nbs/run/07e_final.ipynb #d2a41745
 def card(
     model,            # what is saved, with adapters or without
+    adapter: bool,    # does the folder hold an adapter?
     step: int,        # optimizer steps that are in it
     strategy: str,    # that it was trained under
     world_size: int,  # ranks
 ) -> str:             # Markdown, with the header that the hub reads
     "What README.md says of a final model: PEFT would leave its empty template there"
-    from importlib.metadata import version
-
+    import transformers
     from huggingface_hub import ModelCardData
-    peft = hasattr(model, "peft_config")
-    bare = model.get_base_model() if peft else model
-    name = getattr(bare.config, "_name_or_path", "") if hasattr(bare, "config") else ""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    bare = model.get_base_model() if hasattr(model, "get_base_model") else model
+    kind = type(bare).__name__.removeprefix("FSDP") # `fully_shard` puts that in front
+    name = getattr(bare.config, "_name_or_path", "")
     known = name if name and not is_path(name) else None # a folder of this machine tells nobody anything
-    causal = type(bare).__name__.endswith("ForCausalLM")
-    cls = ("AutoPeftModelForCausalLM" if peft else "AutoModelForCausalLM") if causal else "PeftModel" if peft else type(bare).__name__
-    given = "folder" if causal or not peft else "base_model, folder" # the model that the adapter was trained on
-    head = ModelCardData(base_model=known, library_name="peft" if peft else "transformers", tags=["shardnb"]).to_yaml()
-    what = f"An adapter for {known or 'the model named in adapter_config.json'}" if peft else f"A fine-tuned {known or type(bare).__name__}"
-    return (f"---\n{head}\n---\n# {what}\n\nTrained with shardnb {version('shardnb')} for {step} optimizer step{'s' if step != 1 else ''}, under {strategy} on {world_size} rank{'s' if world_size != 1 else ''}. With `folder` the path to this folder:\n\n"
-            f"```python\nfrom {'peft' if peft else 'transformers'} import {cls}\nmodel = {cls}.from_pretrained({given})\n```\n")
+    if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(): cls = "AutoPeftModelForCausalLM" if adapter else "AutoModelForCausalLM"
+    else: cls = kind if not adapter and hasattr(transformers, kind) else None # how a class of the cell's own is loaded, its author knows
+    library = "peft" if adapter else "transformers"
+    code = f"\n\nWith `folder` the path to this folder:\n\n```python\nfrom {library} import {cls}\nmodel = {cls}.from_pretrained(folder)\n```" if cls else ""
+    head = ModelCardData(base_model=known, library_name=library, tags=["shardnb"]).to_yaml()
+    what = f"An adapter for {known or 'the model that adapter_config.json names'}" if adapter else f"A fine-tuned {known or kind}"
+    return f"---\n{head}\n---\n# {what}\n\nTrained with shardnb for {step} optimizer step{'s' if step != 1 else ''}, under {strategy} on {world_size} rank{'s' if world_size != 1 else ''}.{code}\n"
 
 def save_model(
     engine: Engine,   # of this rank
@@ -175,7 +176,7 @@ def save_model(
             gathered = True
             write_files(engine, files, part, marks)
             if tokenizer is not None: tokenizer.save_pretrained(part)
-            if hasattr(model, "config"): (part / "README.md").write_text(card(model, step, facts.get("strategy"), facts.get("world_size")))
+            if hasattr(model, "config"): (part / "README.md").write_text(card(model, (part / "adapter_config.json").is_file(), step, facts["strategy"], facts["world_size"]), encoding="utf-8")
     except BaseException:
         if not gathered: write_files(engine, files, None, {}) # the others gather all the same
         raise

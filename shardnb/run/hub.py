@@ -85,7 +85,7 @@ def hub_fault(
     return not_fetched(field, name) if re.search(_UNREACHED, f"{type(error).__name__} {error}".replace(name, "…")) else None
 
 # %% ../../nbs/run/04a_hub.ipynb #ff682236
-_there = set()  # (kind, name) that the hub has said to have
+_there = set()  # (kind, name) that the hub has said to have, or that is on this disk
 
 def _asked(name, kind):
     "What the hub says: 'yes' (also of what is gated), 'no', 'unclear', or 'unreached'"
@@ -102,7 +102,6 @@ def hub_problems(
     field:str, # 'model', 'tokenizer' or 'dataset'
     name:str, # a hub id, neither built in nor a path
     env:dict|None=None, # what the recipe adds to the ranks' environment
-
 ) -> list: # empty when ranks may find it
     "Why the ranks won't find a hub id"
     if name.startswith(MODELSCOPE): return [] if find_spec("modelscope") else [missing_package(field, name, "modelscope", "modelscope")]
@@ -111,9 +110,10 @@ def hub_problems(
         return [] if is_cached(name, kind, env) else [not_fetched(field, name, f"is neither on this disk nor in the cache of the hub, and {said} is set")]
     if (kind, name) in _there: return []
     answer = _asked(name, kind)
-    if answer == "yes": _there.add((kind, name))
     if answer == "no": return [not_fetched(field, name, _ABSENT)]
-    return [not_fetched(field, name)] if answer == "unreached" and not is_cached(name, kind, env) else []
+    if answer == "yes" or is_cached(name, kind, env): _there.add((kind, name))  # who can't reach the hub doesn't wait for it again
+    elif answer == "unreached": return [not_fetched(field, name)]
+    return []
 
 # %% ../../nbs/run/04a_hub.ipynb #8f5e4bed
 def telling_bar(

@@ -47,7 +47,7 @@ def advice_html(
 )->str: # an HTML card
     "The recommendation and its reason"
     colour, word = ('#1d7a46', 'Recommended: ') if plan.best else ('#b3261e', '')
-    others = '; '.join(f'{a["label"]}: {a["relative_step_time"]:.2f}' for a in plan.alternatives)
+    others = '; '.join(f'{a.get("label", a["strategy"])}: {a["relative_step_time"]:.2f}' for a in plan.alternatives)
     more = _div(_SOFT+'margin-top:3px', f"also fits (time of a step, ddp's is 1): {_e(others)}") if others and plan.best else ''
     return _div(_BOX+f'border-left:5px solid {colour};max-width:640px;', f'<b>{word}</b>{_e(plan.why)}', more)
 

@@ -17,7 +17,7 @@ BUILD = pytest.StashKey()  # (process, the folder with its log and the site)
 
 
 def pytest_collection_modifyitems(items):
-    "What says how fast something is comes when the site is built; what needs the site comes last"
+    "Browser tests come after the others, and what needs the site after all"
     turn = lambda path: 0 if path.parent.name == "tests" else 3 if path.name == "test_site.py" else 2 if path.parent.name == "browser" else 1
     items.sort(key=lambda item: turn(item.path))
 
@@ -27,7 +27,7 @@ def pytest_collection_finish(session):
     if session.config.option.collectonly or shutil.which("npm") is None or not any(i.path.name == "test_site.py" for i in session.items): return
     top = Path(tempfile.mkdtemp(prefix="shardnb-site-"))
     with (top / "log").open("w") as log:
-        p = subprocess.Popen([sys.executable, lab_module.ROOT / "docs" / "build.py", "--reuse", "--site", top / "site"], stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
+        p = subprocess.Popen([sys.executable, lab_module.ROOT / "docs" / "build.py", "--reuse", "--site", top / "site", "--work", top / "work"], stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True)
     os.setpriority(os.PRIO_PROCESS, p.pid, 19)
     session.config.stash[BUILD] = p, top
 
@@ -45,7 +45,7 @@ def site(pytestconfig):
     "The site with the outputs that the notebooks hold; `make docs` runs them instead"
     if BUILD not in pytestconfig.stash: (pytest.fail if os.environ.get("CI") else pytest.skip)("no npm on this machine (Debian: apt-get install npm)")
     p, top = pytestconfig.stash[BUILD]
-    assert p.wait() == 0, (top / "log").read_text()[-4000:]   # broken links and Sphinx's warnings end it too
+    assert p.wait(timeout=900) == 0, (top / "log").read_text()[-4000:]   # broken links and Sphinx's warnings end it too
     return top / "site"
 
 
