@@ -143,7 +143,7 @@ def card(
     from huggingface_hub import ModelCardData
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     bare = model.get_base_model() if hasattr(model, "get_base_model") else model
-    kind = type(bare).__name__.removeprefix("FSDP") # `fully_shard` puts that in front
+    kind = (getattr(bare.config, "architectures", None) or [type(bare).__name__])[0] # Transformers notes there what it saves, by the name that it had before it was sharded
     name = getattr(bare.config, "_name_or_path", "")
     known = name if name and not is_path(name) else None # a folder of this machine tells nobody anything
     if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values(): cls = "AutoPeftModelForCausalLM" if adapter else "AutoModelForCausalLM"

@@ -9,7 +9,7 @@ __all__ = ['HELPERS', 'PATIENCE', 'trace_options', 'batch_shape', 'Forecaster', 
            'answer_forecast', 'answer_plan', 'answer_choose', 'predict', 'plan']
 
 # %% ../../nbs/run/03d_forecast.ipynb #2f560dfe
-import gc, json, os
+import gc, json, os, traceback
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
@@ -81,7 +81,9 @@ def _helpers():
     gc.collect()
     gc.freeze() # children don't copy these pages when they collect garbage
     try: return ProcessPoolExecutor(min(cores, HELPERS), get_context("fork"), die_with_parent, (os.getpid(),))
-    except (OSError, NotImplementedError): return None # no semaphores here
+    except (OSError, NotImplementedError): # no semaphores here: traces are made one after another, and the planner's log says why
+        traceback.print_exc()
+        return None
 
 def _trace(folder, recipe, options):
     "In a helper."
@@ -134,7 +136,7 @@ class Forecaster:
                 _, options = self._settled(done, Strategy.parse(strategy), nproc, machine)
                 if (key := _key(done, options)) not in self._traces and key not in self._coming: self._coming[key] = pool.submit(_trace, os.getcwd(), done, options)
             except (BrokenProcessPool, OSError): return _helpers.cache_clear()
-            except Exception: continue # a head start only: what is wrong with a way is told when that way is asked about
+            except Exception: traceback.print_exc() # into the planner's log; a head start only: what is wrong with a way is told when that way is asked about
 
     def _settled(self, r, s, nproc, machine):
         "(complete settings, options of the trace) of a resolved recipe under a strategy"
