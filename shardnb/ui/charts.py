@@ -299,7 +299,7 @@ def run_figure(
     bars = max(_lines(rows, names)[-1]+1 if rows else 0, 3)
     with DRAWING:
         fig = figure or new_figure(9.6)
-        fig.clear(); tall = 3.25+.205*bars+.75
+        fig.clear(); tall = 3.45+.205*bars+.75
         if abs(fig.get_figheight()-tall)>.01: fig.set_size_inches(9.6, tall)
         y = lambda inches: inches/tall
         fig.text(.012, 1-y(.24), run_title(run), fontsize=11.5, fontweight='bold', color=_INK, va='center')
@@ -309,8 +309,12 @@ def run_figure(
             ax = fig.add_axes([left, low, .265, top-low])
             draw(ax, metrics, getattr(run, 'evals', None)) if draw is loss_curve else draw(ax, metrics)
         left = .155 if len({r[1] for r in rows})<2 else .2   # the place stands at the left too
-        mem = fig.add_axes([left, y(.82), .98-left, 1-y(3.22)-y(.82)])
-        memory_bars(mem, rows, capacity_of(run), prediction_text(run), names)
+        mem = fig.add_axes([left, y(.82), .98-left, 1-y(3.42)-y(.82)])
+        memory_bars(mem, rows, capacity_of(run), names=names)
+        if rows: # the prediction is as long as the figure is wide: a line of its own, above the capacity's words
+            mem.set_title('', loc='left')
+            for words,up,look in ((_words(rows)[0], 26, dict(fontsize=9.5, color=_INK, fontweight='bold')), (prediction_text(run), 13, dict(fontsize=8.5, color=_SOFT))):
+                mem.annotate(words, (0, 1), xycoords='axes fraction', xytext=(0, up), textcoords='offset points', va='bottom', **look)
     return fig
 
 def _bars_of(run):
