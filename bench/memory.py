@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 ENDS = {"forward": "after_forward", "backward": "after_backward", "step": "after_step"} # phase -> the mark at its end
 SETTLED, STEPS = 3, 6 # optimizer steps until libraries have their caches (oneDNN keeps 0.25 MiB of code for each shape of a product in bf16), and those until the last that counts; in one more, autograd's hooks count
 LIMITS = dict(peak=.05, median=.02, states=.01, unnamed=.05, activations=.02)
-GRAPH = 2**19 # bytes by which activations may differ in any case: autograd's graph itself takes 0.3 MiB and more, and a library keeps as much now and then; 2 % of most of these rows is more
+GRAPH = 2**19 # bytes by which activations may differ in any case: autograd's graph itself takes some 650 bytes a node, 0.4 MiB for four layers with adapters, and saves nothing in them; 2 % of some of these rows is less
 BASE = dict(bos_token_id=1, eos_token_id=2, pad_token_id=0)
 LLAMA = BASE | dict(architectures=["LlamaForCausalLM"], model_type="llama", hidden_size=640, intermediate_size=1728, num_hidden_layers=6, num_attention_heads=10, num_key_value_heads=5,
                     vocab_size=264, max_position_embeddings=2048, tie_word_embeddings=False)
@@ -49,7 +49,7 @@ RUNS = [
     ("deep llama", "zero2", dict(micro_batch=4, activation_checkpointing=True)), ("deep llama", "ddp", dict(attn_implementation="eager", micro_batch=2)),
     ("wide vocabulary", "ddp", {}), ("wide vocabulary", "zero2", {}), ("wide vocabulary", "zero3", {}), ("wide vocabulary", "fsdp", {}), ("wide vocabulary", "zero3", dict(packing=True)),
     ("tied qwen2", "ddp", ONE), ("tied qwen2", "zero3", ONE), ("tied qwen2", "fsdp", ONE), ("gpt2", "zero3", ONE), ("gpt2", "fsdp", ONE), ("neox", "ddp", ONE), ("neox", "fsdp", ONE),
-    ("wide vocabulary", "ddp", LORA), ("wide vocabulary", "zero3", LORA), ("wide vocabulary", "fsdp", LORA | dict(precision="bf16")), ("wide vocabulary", "zero2", LORA | dict(activation_checkpointing=True)),
+    ("wide vocabulary", "ddp", LORA), ("wide vocabulary", "zero3", LORA), ("wide vocabulary", "fsdp", LORA | dict(precision="bf16")), ("wide vocabulary", "zero2", LORA | dict(activation_checkpointing=True, micro_batch=4, max_length=768)),
     ("demo", "zero3", dict(micro_batch=1, tuning="lora")), ("demo", "fsdp", dict(micro_batch=1, max_length=128)),
 ]
 
@@ -107,8 +107,7 @@ def measure(home, shape, strategy, options):
     plan, m = run.plan, run.memory
     saved = {e["rank"]: e["values"]["saved"] for e in run.events("log") if "saved" in e["values"]}
     forward = m[(m.moment == "after_forward") & (m.step > STEPS) & (m.category == "activations")].groupby("rank").bytes.sum()
-    before = m[(m.moment == "after_step") & (m.step == STEPS) & (m.category == "temp")].groupby("rank").bytes.sum() # what a library has kept since the context was settled was saved by nobody
-    activations, seen = max((((forward.get(rank, 0) - before.get(rank, 0)) / n - 1, n) for rank, n in saved.items()), key=lambda x: abs(x[0]))
+    activations, seen = max(((forward.get(rank, 0) / n - 1, n) for rank, n in saved.items()), key=lambda x: abs(x[0]))
     m = m[(m.step > SETTLED) & (m.step <= STEPS)]
     predicted, peaks = run.predicted, run.peaks()
     want_peak = predicted.peak + predicted.host_peak

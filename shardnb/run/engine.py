@@ -47,7 +47,7 @@ class Engine:
     ):
         self.settings, self.precision, self.device, self.offload = settings, precision, device, offload or {}
         self.model = self.optimizer = None
-        self._before, self._after = [], []
+        self._before, self._after, self._found = [], [], (None, None)
 
     @property
     def mixed_precision(self) -> str: # Accelerate's word: 'bf16', 'fp16' or 'no'
@@ -125,7 +125,7 @@ class Engine:
 
     def _moments(self):
         opt = self._torch_optimizer()
-        return [v for s in opt.state.values() for v in s.values() if torch.is_tensor(v)] if opt is not None else []
+        return [v for s in opt.state.values() for v in s.values() if isinstance(v, torch.Tensor)] if opt is not None else []
 
     def full_state_dict(self) -> dict: # name -> whole tensor on rank 0, for `save_pretrained`; a collective, so all ranks call it
         "The whole model's weights; only the adapter's under LoRA where the engine can tell."
@@ -134,6 +134,11 @@ class Engine:
     def full_parameters(self):
         "(name, parameter) of the unwrapped model, tied ones once."
         return list(unwrap(self.model).named_parameters())
+
+    def _once(self, find):
+        "What `find` gives for the unwrapped model, looked for once: a walk needs it at every mark."
+        if self._found[0] is not self.model: self._found = self.model, find(unwrap(self.model))
+        return self._found[1]
 
 # %% ../../nbs/run/04_engine.ipynb #f2921b73
 class DDPEngine(Engine):

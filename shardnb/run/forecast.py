@@ -26,7 +26,7 @@ from ..plan.strategy import COMPUTE, Strategy, settings, weights_dtype
 from .event import plain
 from .kept import kept
 from .planner import _FACTS, Planner, model_facts
-from .pool import no_pool_here
+from .pool import no_pool_here, uncollected
 from .process import die_with_parent
 
 # %% ../../nbs/run/03d_forecast.ipynb #40e0592e
@@ -72,12 +72,20 @@ _TRACED = ("model", "revision", "tuning", "lora_r", "lora_dropout", "lora_target
 def _tuned(recipe): return {n: getattr(recipe, n) for n in _TRACED}
 def _key(recipe, options): return json.dumps([_tuned(recipe), options], sort_keys=True, default=list)
 
+@contextmanager
+def _without_compiler():
+    "A library that wraps functions in `torch.compile` when it is imported, as bitsandbytes does, loads the compiler with it, a second or more; this process never calls them."
+    import torch
+    kept, torch.compile = torch.compile, lambda f=None, **kw: f or (lambda g: g)
+    try: yield
+    finally: torch.compile = kept
+
 HELPERS, PATIENCE = 4, 60 # at most so many, each holds some 100 MiB of its own; s to wait for a trace, which takes one
 @cache
 def _helpers():
     "Children that trace, one for each core; None where there is one core, or where this process must not be forked."
     if no_pool_here() or (cores := len(os.sched_getaffinity(0))) < 2: return None
-    import trl.kernels.chunked_logprob, trl.trainer.utils # noqa: F401  what every trace imports, once for all
+    with uncollected(), _without_compiler(): import trl.kernels.chunked_logprob, trl.trainer.utils # noqa: F401  what every trace imports, once for all
     gc.collect()
     gc.freeze() # children don't copy these pages when they collect garbage
     try: return ProcessPoolExecutor(min(cores, HELPERS), get_context("fork"), die_with_parent, (os.getpid(),))

@@ -53,7 +53,7 @@ def verify(self: DDPEngine,
 @patch
 def walk(self: DDPEngine) -> list: # (category, place, tensor or storage)
     "Every storage of this rank that belongs to model states or to the reducer."
-    ps = [p for _, p in self.full_parameters()]
+    ps = self._once(lambda m: list(m.parameters()))
     grads = [p.grad for p in ps if p.grad is not None]
     out = [("params", "device", p) for p in ps] + [("grads", "device", g) for g in grads]
     return out + [("optimizer", "device", t) for t in self._moments()] + [("comm", "device", s) for s in self._reducer(ps, grads)]
@@ -118,7 +118,7 @@ def walk(self: DeepSpeedEngine) -> list: # (category, place, tensor)
 
 @patch
 def _walk12(self: DeepSpeedEngine, z):
-    ps = [p for _, p in self.full_parameters()]
+    ps = self._once(lambda m: list(m.parameters()))
     out = [("params", "device", t) for t in z.bit16_groups_flat] + [("params", "device", p) for p in ps]
     out += [("grads", "device", g) for p in ps for g in (p.grad, getattr(p, "grad_accum", None)) if g is not None]
     all_grads = getattr(z, "all_grad_tensors", None) or {}
@@ -131,7 +131,7 @@ def _walk12(self: DeepSpeedEngine, z):
 
 @patch
 def _walk3(self: DeepSpeedEngine, z):
-    ps, place = [p for _, p in self.full_parameters()], self._place("param")
+    ps, place = self._once(lambda m: list(m.parameters())), self._place("param")
     out = [("params", place, p.ds_tensor) for p in ps] + [("params", place, t) for t in z.fp16_partitioned_groups_flat if t is not None]
     if (t := getattr(z, "lp_param_buffer", None)) is not None: out.append(("params", place, t))
     out += [("gathered", "device", t) for t in self._gathered(ps)]
@@ -186,20 +186,18 @@ def verify(self: FSDPEngine,
 @patch
 def _groups(self: FSDPEngine):
     from torch.distributed.fsdp import FSDPModule
-    for m in unwrap(self.model).modules():
-        if not isinstance(m, FSDPModule): continue
-        state = m._get_fsdp_state()
-        yield from getattr(state, "_fsdp_param_groups", None) or [g for g in [getattr(state, "_fsdp_param_group", None)] if g is not None]
+    states = self._once(lambda m: [x._get_fsdp_state() for x in m.modules() if isinstance(x, FSDPModule)])
+    return [g for s in states for g in getattr(s, "_fsdp_param_groups", None) or [getattr(s, "_fsdp_param_group", None)] if g is not None]
 
 @patch
 def walk(self: FSDPEngine) -> list: # (category, place, tensor)
     "Shards and their gradients, what is gathered at the moment, and the gather and reduce buffers."
     place = "host" if self.config.get("offload_params") else "device"
-    groups = list(self._groups())
-    ps, units = [p for _, p in self.full_parameters()], [fp for g in groups for fp in g.fsdp_params]
+    groups = self._groups()
+    units = [fp for g in groups for fp in g.fsdp_params]
     out = [("gathered", "device", t) for fp in units for t in getattr(fp, "all_gather_outputs", [])]
-    out += [("params", place, fp._sharded_param_data) for fp in units] + [("params", place, _local(p)) for p in ps]
-    out += [("grads", place, _local(p.grad)) for p in ps if p.grad is not None] + [("optimizer", place, _local(t)) for t in self._moments()]
+    out += [("params", place, fp._sharded_param_data) for fp in units]
+    out += [("grads", place, _local(g)) for fp in units if (g := fp.sharded_param.grad) is not None] + [("optimizer", place, _local(t)) for t in self._moments()]
     for fp in units:
         whole, acc = getattr(fp, "_unsharded_param", None), getattr(fp, "unsharded_accumulated_grad", None)
         out += [("grads", "device", _local(g)) for g in (getattr(whole, "grad", None), acc) if g is not None]

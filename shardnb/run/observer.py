@@ -45,7 +45,7 @@ class Observer:
         self.clock, self.comm, self.rank, self.world_size = Clock(engine.device), Comm(engine.device, engine.from_python), dist.get_rank(), dist.get_world_size()
         self.total_steps, self.steps, self.adopted, self.stopping, self.in_loop, self._written = None, 0, False, False, False, 0
         self.phase_name, self._phase_t, self._step_t = None, time.time(), None
-        self._next_check, self._begun, self._measured_t, self._cost, self.measuring = 1, time.monotonic(), 0., 0., True
+        self._next_check, self._begun, self._measured_t, self._cost, self.measuring, self._unsettled = 1, time.monotonic(), 0., 0., True, False
         self._asking, self._slow = None, False # the question that is on its way: (work, answer); is its answer waited for?
         self.always = False # measure every step: a benchmark's wish
         self.health, self.losses, self.items, self._flags = None, [], None, deque() # `run.health`, when the worker has made it; losses of the step's micro-batches; labels in the step, if counted; answers of a GPU that are on their way
@@ -78,7 +78,7 @@ class Observer:
         self.adopted = self.comm.keeping = True
         self.comm.install()
         if not self.engine.cpp_reducer: self.probe.sent = self.comm.held # DDP's engine knows its buckets
-        self.probe.rebase()
+        self.probe.settle()
         self.mark_memory("after_step", 0)
 
     def plan_steps(self,
@@ -127,7 +127,19 @@ def _part(self: Observer, part, state):
     if state == "begin": self.clock.begin(part)
 
 @patch
+def _settle(self: Observer):
+    began, self._unsettled = time.perf_counter(), False
+    self.probe.settle()
+    self._beside(time.perf_counter() - began)
+
+@patch
+def _beside(self: Observer, seconds):
+    "They belong to no step."
+    if self._step_t: self._step_t, self._deep_t = self._step_t + seconds, self._deep_t + seconds
+
+@patch
 def forward_begins(self: Observer):
+    if self._unsettled: self._settle()
     if self.deep and self.adopted and self.timeline is None: self.timeline = Timeline(self.probe, self.comm, unwrap(self.engine.model))
     self._part("forward", "begin")
 
@@ -205,14 +217,14 @@ def _finish_measuring(self: Observer, sent):
         self.events.write("timeline", step=self.steps, **event)
         self.timeline = None
     peak = self.probe.take_peak(seen)
-    if self.steps - self._first <= FIRST_STEPS: self.probe.settle()
+    self._unsettled = self.steps - self._first <= FIRST_STEPS
     if peak:
         phase, phases, by = peak
         self._write_memory("peak", self.steps, {"device": by | self.probe.extra()}, phase=phase, phases=phases, length=self.length or None)
     self.events.write("comm", step=self.steps, **sent)
     took, self._measured_t = time.perf_counter() - began, time.monotonic()
     if not few: self._cost += took
-    elif self._step_t: self._step_t += took # the first steps and the deep ones are few: neither on this account nor in their own time
+    else: self._beside(took) # the first steps and the deep ones are few: neither on this account nor in their own time
 
 @patch
 def _look_at_losses(self: Observer):
@@ -270,8 +282,7 @@ def aside(self: Observer,
     self.phase(phase)
     with self.comm.aside(): out = do()
     self.phase(before)
-    took = time.perf_counter() - began
-    if self._step_t: self._step_t, self._deep_t = self._step_t + took, self._deep_t + took
+    self._beside(time.perf_counter() - began)
     if self.measuring: self.probe.peaks.take() # what it needed is no step's peak
     return out
 

@@ -38,8 +38,6 @@ def bytes_in_use(
     return m.uordblks + m.hblkhd
 
 # %% ../../nbs/run/07_probe.ipynb #15f66874
-def _storage(t): return t if isinstance(t, torch.UntypedStorage) else t.untyped_storage()
-
 def count_bytes(
     walked: list,  # `Engine.walk()`: (category, place, tensor or storage), the more specific category first
     seen: set=None,# addresses that are counted already; those found here join them. None begins with none
@@ -48,7 +46,7 @@ def count_bytes(
     out, seen = {}, set() if seen is None else seen
     for category, place, t in walked:
         if t is None: continue
-        s = _storage(t)
+        s = t if isinstance(t, torch.UntypedStorage) else t.untyped_storage()
         key = s.data_ptr() # 0 where there is nothing: on meta, or freed
         if key in seen or not key: continue
         seen.add(key)
@@ -102,9 +100,11 @@ class PeakSampler:
 
     def rest(self): self._awake.clear() # don't look until the next `begin`
 
-    def take(self) -> int: # bytes; None where no allocator tells
+    def take(self,
+        now: int=None, # bytes in use, where they are known already: a look costs up to 0.2 ms
+    ) -> int: # bytes; None where no allocator tells
         "The peak since the last take, including now."
-        now = bytes_in_use(self.device)
+        if now is None: now = bytes_in_use(self.device)
         if now is None: return None
         if self.device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self.device)
@@ -177,23 +177,17 @@ class Probe:
         self.device, self.engine = device, None
         self.baseline = bytes_in_use(device)
         self.peaks = PeakSampler(device)
-        self._marks, self._phases, self._rest = {}, {}, 0
+        self._marks, self._phases, self._scaled = {}, {}, None
         self.sent = list   # called for the storages that collectives still hold
         self._old = set() if self.baseline is None else _python_tensors(device) # (address, bytes) of tensors that were there before the model
 
-    def rebase(self):
-        "What is in use, not walked, and no tensor that somebody holds, is context from here on: called when the model has been wrapped."
-        if self.baseline is None: return
-        self._rest = bytes_in_use(self.device) - self.baseline - self._inside(count_bytes(self.walk()))
-        self.settle()
-
     def settle(self):
-        "What outlived a step, without being a state or a tensor that somebody holds, is context from here on; called after the mark at the step's end. It takes some 80 ms."
+        "What is in use between two steps, not walked, and no tensor that somebody holds, is context from here on. It takes some 80 ms."
         if self.baseline is None: return
         keys = set()
-        count_bytes(self.walk(), keys)
+        rest = bytes_in_use(self.device) - self.baseline - self._inside(count_bytes(self.walk(), keys))
         held = sum(n for at, n in _python_tensors(self.device) if at not in keys and (at, n) not in self._old)
-        self.baseline += self._rest - min(held, max(self._rest, 0))
+        self.baseline += rest - min(held, max(rest, 0))
 
     def _inside(self, known, place=None):
         "Walked bytes that the allocator's counter holds: on CPU ranks also the offloaded ones."
@@ -202,7 +196,8 @@ class Probe:
     def walk(self) -> list: # (category, place, tensor or storage)
         "What the engine keeps, the scales of what is quantized, and what is still on its way."
         kept = self.engine.walk()
-        scales = [(category, place, t) for category, place, p in kept if getattr(p, "quant_state", None) is not None for t in _scales(p.quant_state)]
+        if self._scaled is None: self._scaled = any(getattr(p, "quant_state", None) is not None for _, _, p in kept)
+        scales = [(category, place, t) for category, place, p in kept if getattr(p, "quant_state", None) is not None for t in _scales(p.quant_state)] if self._scaled else []
         return kept + scales + [("comm", "device", s) for s in self.sent()]
 
     def baseline_of(self,
@@ -215,11 +210,10 @@ class Probe:
         moment: str,  # 'after_forward', 'after_backward' or 'after_step'
     ) -> dict:        # {(place, category): bytes}
         "Walk now, and say what the allocator holds beyond what the walk knows."
-        self.passed(ENDS[moment])
-        now, known = bytes_in_use(self.device), count_bytes(self.walk())
-        if now is not None:
-            self._rest = now - self.baseline - self._inside(known)
-            if self._rest > 0: known["device", "activations" if moment == "after_forward" else "temp"] = self._rest
+        now = bytes_in_use(self.device)
+        self.passed(ENDS[moment], now)
+        known = count_bytes(self.walk())
+        if now is not None and (rest := now - self.baseline - self._inside(known)) > 0: known["device", "activations" if moment == "after_forward" else "temp"] = rest
         self._marks[moment] = known
         return known
 
@@ -236,9 +230,10 @@ class Probe:
 
     def passed(self,
         phase: str,  # 'forward', 'backward' or 'step'
-    ) -> int:        # bytes in use; None where no allocator tells
+        now: int=None, # bytes in use, where they are known already
+    ) -> int:        # bytes in use at the peak; None where no allocator tells
         "A phase, or a micro-batch's part of it, ends here: keep its peak."
-        peak = self.peaks.take()
+        peak = self.peaks.take(now)
         if peak is not None: self._phases[phase] = max(peak, self._phases.get(phase, 0))
         return peak
 
