@@ -109,18 +109,26 @@ def parse_options(
     parser, # an `OptionParser`
     words:list, # the words of a command line
 )->argparse.Namespace: # only what was given
-    "Parse `words`; unknown options are problems that name the nearest known one"
+    "Parse `words`; unknown options are problems that name the nearest known one, and are told together with values that don't fit"
     words = [re.sub(r'^--[^=]+', lambda m: m[0].replace('_', '-'), w) if w.startswith('--') else w for w in words]
-    known, problems, keep = parser.options(), [], []
+    known, problems, keep, its_value = parser.options(), [], [], False
     for w in words:
         name = w.split('=')[0]
-        if not (re.match(r'--\w', w) and name not in known): keep.append(w); continue
-        near = nearest(name, known)
-        problems.append(Problem(name, None, 'is not an option', nearest=near))
-    if problems: raise RecipeError(problems)
-    ns, rest = parser.parse_known_args(keep)
-    if rest: raise RecipeError([Problem(r, None, 'was not expected here; an option begins with --', nearest=nearest('--'+r.lstrip('-'), known)) for r in rest])
+        if re.match(r'--\w', w) and name not in known:
+            problems.append(Problem(name, None, 'is not an option', nearest=nearest(name, known)))
+            its_value = w==name
+        elif its_value and not w.startswith('-'): its_value = False
+        else: keep.append(w); its_value = False
+    try: ns, rest = parser.parse_known_args(keep)
+    except RecipeError as e: raise RecipeError([*problems, *e.problems]) from None
+    problems += [Problem(r, None, 'was not expected here; an option begins with --', nearest=nearest('--'+r.lstrip('-'), known)) for r in rest]
+    if problems: raise RecipeError(problems+_wrong_values(ns))
     return ns
+
+def _wrong_values(ns):
+    try: recipe_of(ns, getattr(ns, 'recipe', None))
+    except RecipeError as e: return e.problems
+    return []
 
 # %% ../../nbs/ui/07_options.ipynb #c7d11a4d
 def changes_of(
