@@ -66,20 +66,21 @@ def rows(home, batch):
 
 
 def count_saved():
-    "In the ranks that are forked from here: measure every step, and in the last one count what autograd saves."
+    "In the ranks that are forked from here: measure every step, with as many looks as in the first ones, and in the last one count what autograd saves."
     import torch
     from torch.multiprocessing.reductions import StorageWeakRef
     from torch.utils._pytree import tree_leaves
 
     from shardnb.run.engine import unwrap
     from shardnb.run.observer import Observer
-    from shardnb.run.probe import count_bytes
+    from shardnb.run.probe import KEEN, count_bytes
     from shardnb.run.timeline import layers_of
     begins, ended, backwards = Observer.forward_begins, Observer.forward_ended, Observer.backward
     Observer.always = property(lambda self: True, lambda self, value: None)
 
     def begin(self):
         begins(self)
+        self.probe.peaks.share = KEEN
         if self.steps < STEPS or not self.adopted: return
         self.saved = saved = {}
         def pack(t):
