@@ -38,6 +38,8 @@ def bytes_in_use(
     return m.uordblks + m.hblkhd
 
 # %% ../../nbs/run/07_probe.ipynb #15f66874
+def _storage(t): return t if isinstance(t, torch.UntypedStorage) else t.untyped_storage()
+
 def count_bytes(
     walked: list,  # `Engine.walk()`: (category, place, tensor or storage), the more specific category first
     seen: set=None,# addresses that are counted already; those found here join them. None begins with none
@@ -46,7 +48,7 @@ def count_bytes(
     out, seen = {}, set() if seen is None else seen
     for category, place, t in walked:
         if t is None: continue
-        s = t if isinstance(t, torch.UntypedStorage) else t.untyped_storage()
+        s = _storage(t)
         key = s.data_ptr() # 0 where there is nothing: on meta, or freed
         if key in seen or not key: continue
         seen.add(key)
