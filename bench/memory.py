@@ -5,7 +5,8 @@ highest that any rank's allocator held in a step, from the fourth on, beyond wha
 are compared together: on CPU ranks they are one memory, and what is on its way between them belongs to neither. States are compared at the end of backward, every rank.
 In one more step, which counts for nothing else, autograd's saved-tensor hooks count what a forward pass saves, gathered weights and other states excluded: that is what the probe's activations are compared with.
 Activation checkpointing keeps a layer's arguments for itself, such as the cosines and sines of the positions, where no hook sees those that need no gradient: they are counted as a layer is called.
-The graph's own nodes, which are no tensors but memory all the same, are taken off the measured side, at `NODE` bytes each.
+Taken off the measured side are what lies there unnamed when the forward pass begins (the probe can't tell it from activations when it ends: up to 1.3 MiB under zero3), and
+the graph's own nodes, which are no tensors but memory all the same, at `NODE` bytes each.
 Printed: predicted and measured device peak, their difference, that of the states and of the activations, and the share of memory that nobody could name at the marks. Worst rows last.
 
     python bench/memory.py [WORD ...]     only the runs whose line holds a word; a number, or 3-7, is a row's place in the list, from 0
@@ -82,7 +83,8 @@ def count_saved():
         begins(self)
         self.probe.peaks.share = KEEN
         if self.steps < STEPS or not self.adopted: return
-        self.saved = saved = {}
+        self.saved, self.before = {}, self.probe.now(computing=False)["device"].get("temp", 0)
+        saved = self.saved
         def pack(t):
             known = set()
             count_bytes(self.probe.walk(), known)
@@ -104,7 +106,7 @@ def count_saved():
             from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus
             torch.Tensor.ds_status = ZeroParamStatus.AVAILABLE
         ended(self, last)
-        if last: self.events.write("log", step=self.steps + 1, values={"saved": sum(n for ref, n in self.saved.values() if not ref.expired())})
+        if last: self.events.write("log", step=self.steps + 1, values={"saved": sum(n for ref, n in self.saved.values() if not ref.expired()), "before": self.before})
 
     def backward(self, run, loss=None):
         if self.steps >= STEPS and self.adopted:
@@ -129,9 +131,9 @@ def measure(home, shape, strategy, options):
     o = dict(nproc=2, micro_batch=2, grad_accum=1, max_length=256, precision="fp32", max_steps=STEPS + 1) | options
     run = train(Recipe(model="demo" if shape == "demo" else model_folder(Path(home, shape.replace(" ", "-")), SHAPES[shape]), dataset=rows(home, o["micro_batch"]), strategy=strategy, **o), home=home, timeout=900)
     plan, m = run.plan, run.memory
-    saved, nodes = ({e["rank"]: e["values"][k] for e in run.events("log") if k in e["values"]} for k in ("saved", "nodes"))
+    saved, before, nodes = ({e["rank"]: e["values"][k] for e in run.events("log") if k in e["values"]} for k in ("saved", "before", "nodes"))
     forward = m[(m.moment == "after_forward") & (m.step > STEPS) & (m.category == "activations")].groupby("rank").bytes.sum()
-    activations, seen = max((((forward.get(rank, 0) - NODE * nodes[rank]) / n - 1, n) for rank, n in saved.items()), key=lambda x: abs(x[0]))
+    activations, seen = max((((forward.get(rank, 0) - before[rank] - NODE * nodes[rank]) / n - 1, n) for rank, n in saved.items()), key=lambda x: abs(x[0]))
     m = m[(m.step > SETTLED) & (m.step <= STEPS)]
     predicted, peaks = run.predicted, run.peaks()
     want_peak = predicted.peak + predicted.host_peak
