@@ -51,10 +51,10 @@ RUNS = [
     ("deep llama", "ddp", ONE | dict(grad_accum=2)), ("deep llama", "zero1", ONE | dict(grad_accum=2)), ("deep llama", "zero2", ONE | dict(grad_accum=2)), ("deep llama", "fsdp", ONE | dict(grad_accum=2)),
     ("deep llama", "ddp", dict(micro_batch=2, nproc=1)), ("deep llama", "zero3", ONE | dict(nproc=4)), ("deep llama", "fsdp", ONE | dict(nproc=4)), ("deep llama", "zero1", ONE | dict(nproc=4)),
     ("deep llama", "zero3", dict(micro_batch=4, activation_checkpointing=True, precision="bf16")), ("deep llama", "fsdp", dict(micro_batch=4, activation_checkpointing=True, precision="bf16")),
-    ("deep llama", "zero2", dict(micro_batch=4, max_length=512, activation_checkpointing=True)), ("deep llama", "ddp", dict(attn_implementation="eager", micro_batch=2)),
+    ("deep llama", "zero2", dict(micro_batch=4, activation_checkpointing=True)), ("deep llama", "ddp", dict(attn_implementation="eager", micro_batch=2)),
     ("wide vocabulary", "ddp", {}), ("wide vocabulary", "zero2", {}), ("wide vocabulary", "zero3", {}), ("wide vocabulary", "fsdp", {}), ("wide vocabulary", "zero3", dict(packing=True)),
     ("tied qwen2", "ddp", ONE), ("tied qwen2", "zero3", ONE), ("tied qwen2", "fsdp", ONE), ("gpt2", "zero3", ONE), ("gpt2", "fsdp", ONE), ("neox", "ddp", ONE), ("neox", "fsdp", ONE),
-    ("wide vocabulary", "ddp", LORA), ("wide vocabulary", "zero3", LORA), ("wide vocabulary", "fsdp", LORA | dict(precision="bf16")), ("wide vocabulary", "zero2", LORA | dict(activation_checkpointing=True, micro_batch=4, max_length=768)),
+    ("wide vocabulary", "ddp", LORA), ("wide vocabulary", "zero3", LORA), ("wide vocabulary", "fsdp", LORA | dict(precision="bf16")), ("wide vocabulary", "zero2", LORA | dict(activation_checkpointing=True)),
     ("demo", "zero3", dict(micro_batch=1, tuning="lora")), ("demo", "fsdp", dict(micro_batch=1, max_length=128)),
 ]
 
@@ -67,21 +67,20 @@ def rows(home, batch):
 
 
 def count_saved():
-    "In the ranks that are forked from here: measure every step, with as many looks as in the first ones, and in the last one count what autograd saves."
+    "In the ranks that are forked from here: measure every step, and in the last one count what autograd saves."
     import torch
     from torch.multiprocessing.reductions import StorageWeakRef
     from torch.utils._pytree import tree_leaves
 
     from shardnb.run.engine import unwrap
     from shardnb.run.observer import Observer
-    from shardnb.run.probe import KEEN, count_bytes
+    from shardnb.run.probe import count_bytes
     from shardnb.run.timeline import layers_of
     begins, ended, backwards = Observer.forward_begins, Observer.forward_ended, Observer.backward
     Observer.always = property(lambda self: True, lambda self, value: None)
 
     def begin(self):
         begins(self)
-        self.probe.peaks.share = KEEN
         if self.steps < STEPS or not self.adopted: return
         self.saved, self.before = {}, self.probe.now(computing=False)["device"].get("temp", 0)
         saved = self.saved

@@ -56,7 +56,7 @@ def count_bytes(
     return out
 
 # %% ../../nbs/run/07_probe.ipynb #999d7896
-KEEN, SPARING = .05, .005 # of a core may go into looks: in a run's first steps and its deep ones; in all others. A rank stands still for a look, which holds the allocator's lock
+KEEN, SPARING = .05, .01 # of a core may go into looks: in a run's first steps and its deep ones; in all others. A rank stands still for a look, which holds the allocator's lock
 
 class PeakSampler:
     "The highest bytes in use since the last `take`, on either device."
