@@ -19,7 +19,7 @@ from fastcore.basics import patch
 from .comm import Comm
 from . import holding  # noqa: F401 - the engines' `verify`, `walk` and `shards`
 from .engine import unwrap
-from .probe import KEEN, SPARING, Clock, Probe
+from .probe import Clock, Probe
 from .timeline import Timeline
 
 # %% ../../nbs/run/08_observer.ipynb #48fd04dc
@@ -250,7 +250,7 @@ def _look(self: Observer):
     "Measure the coming step, or don't."
     done = self.steps - self._first
     if self.deep: self.measuring, self._next_deep = True, max(self._next_deep, round((done + 1) * DEEP_GROWTH))
-    self.comm.keeping, self.probe.peaks.share = self.measuring, KEEN if self.deep or done < FIRST_STEPS else SPARING
+    self.comm.keeping, self.probe.peaks.sparing = self.measuring, not self.deep and done >= FIRST_STEPS
     (self.probe.peaks.begin if self.measuring else self.probe.peaks.rest)()
 
 # %% ../../nbs/run/08_observer.ipynb #592199f2
