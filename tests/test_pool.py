@@ -1,6 +1,7 @@
 """The pool of imports: children are warm, never old, this user's alone, and a start without it works and says why."""
 import json
 import os
+import select
 import signal
 import socket
 import stat
@@ -90,6 +91,35 @@ def test_the_folder_is_the_users_alone(folder):
         m.setenv("XDG_RUNTIME_DIR", top)
         Path(top, f"shardnb-pool-{os.getuid()}").mkdir(mode=0o755)
         with pytest.raises(pool.Cold, match="not this user's alone"): pool.fork("this", env=RANKS)
+
+
+BUSY = """import time
+until = time.process_time() + {0}
+while time.process_time() < until: pass
+print("done", flush=True)
+time.sleep(60)"""
+
+
+@pytest.mark.parametrize("seconds, asked", [(1.5, False), (60, True)])
+def test_imports_wait_while_a_child_that_needs_all_cores_is_busy_and_nobody_asks(seconds, asked):
+    with tempfile.TemporaryDirectory(prefix="p") as top, socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as one:
+        listener.bind(f"{top}/socket")
+        listener.listen()
+        p = pool.Pool(top, listener)
+        with subprocess.Popen([sys.executable, "-c", BUSY.format(seconds)], stdout=subprocess.PIPE) as child:
+            p.alone.append(child)
+            if asked:
+                one.connect(f"{top}/socket")
+                one.sendall(b'{"module": "this"}\n')
+            began = time.monotonic()
+            pool._give_way(p)
+            took, done = time.monotonic() - began, bool(select.select([child.stdout], [], [], 0)[0])
+            child.kill()
+        assert (len(p.waiting), done) == ((1, False) if asked else (0, True)) and took < pool.ALONE
+        began = time.monotonic()
+        pool._give_way(p)  # it has ended, or somebody waits
+        assert time.monotonic() - began < 1
+        for conn, _, _ in p.waiting: conn.close()
 
 
 def answers(path):

@@ -43,7 +43,7 @@ def test_an_interrupt_before_the_answer_is_waited_for_ends_the_helper():
     from shardnb.run.planner import Planner
     def interrupted(): raise KeyboardInterrupt
     p, ended = Planner(), []
-    p._start, p._buf = lambda: None, b""
+    p._start, p._buf = lambda name: None, b""
     p._p = SimpleNamespace(stdin=SimpleNamespace(write=lambda data: None, flush=interrupted, close=lambda: None), stdout=SimpleNamespace(close=lambda: None), kill=lambda: ended.append(1), wait=lambda: None)
     with pytest.raises(KeyboardInterrupt): p.call("ping")
     assert ended and p._p is None

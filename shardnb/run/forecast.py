@@ -10,10 +10,12 @@ __all__ = ['HELPERS', 'PATIENCE', 'trace_options', 'batch_shape', 'Forecaster', 
 
 # %% ../../nbs/run/03d_forecast.ipynb #2f560dfe
 import gc, json, os, traceback
+from collections import UserDict
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, cached_property
+from importlib import metadata
 from multiprocessing import get_context
 from ..plan.advise import Plan, advise, choose, likely
 from ..plan.machine import Machine
@@ -73,19 +75,27 @@ def _tuned(recipe): return {n: getattr(recipe, n) for n in _TRACED}
 def _key(recipe, options): return json.dumps([_tuned(recipe), options], sort_keys=True, default=list)
 
 @contextmanager
-def _without_compiler():
-    "A library that wraps functions in `torch.compile` when it is imported, as bitsandbytes does, loads the compiler with it, a second or more; this process never calls them."
+def _lean():
+    """While this lasts, an import leaves out what this process has no use for. A library that wraps functions in `torch.compile`, as bitsandbytes does, would load the compiler, a second or more;
+    TRL lists every file of every package that is installed, in case it must tell the version of one."""
     import torch
-    kept, torch.compile = torch.compile, lambda f=None, **kw: f or (lambda g: g)
+    before = torch.compile, metadata.packages_distributions
+    torch.compile, metadata.packages_distributions = lambda f=None, **kw: f or (lambda g: g), lambda: _Later(before[1])
     try: yield
-    finally: torch.compile = kept
+    finally: torch.compile, metadata.packages_distributions = before
+
+class _Later(UserDict):
+    "A dict that is made when it is first asked."
+    def __init__(self, make): self._make = make
+    @cached_property
+    def data(self): return self._make()
 
 HELPERS, PATIENCE = 4, 60 # at most so many, each holds some 100 MiB of its own; s to wait for a trace, which takes one
 @cache
 def _helpers():
     "Children that trace, one for each core; None where there is one core, or where this process must not be forked."
     if no_pool_here() or (cores := len(os.sched_getaffinity(0))) < 2: return None
-    with uncollected(), _without_compiler(): import trl.kernels.chunked_logprob, trl.trainer.utils # noqa: F401  what every trace imports, once for all
+    with uncollected(), _lean(): import trl.kernels.chunked_logprob, trl.trainer.utils # noqa: F401  what every trace imports, once for all
     gc.collect()
     gc.freeze() # children don't copy these pages when they collect garbage
     try: return ProcessPoolExecutor(min(cores, HELPERS), get_context("fork"), die_with_parent, (os.getpid(),))

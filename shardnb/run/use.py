@@ -212,7 +212,7 @@ ANSWERS = {"generate": _answer, "merge": _merge, "export": _export, "ping": lamb
 class Helper(Planner):
     "The notebook's end of the process that loads models"
     _one = None  # its own, beside the planner's
-    def _start(self):
+    def _start(self, name):
         if self._p is not None and self._p.poll() is None: return
         self._log = self._log or tempfile.NamedTemporaryFile(prefix="shardnb-use-", suffix=".log")
         self._p, self._buf = popen("shardnb.run.use", env={"TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}, stderr=self._log), b""
