@@ -1,7 +1,7 @@
 """Predicted against measured memory, on real runs of CPU ranks.
 
 Every run trains a few steps under one strategy, with states of 50 MiB and more. Its prediction was written to `plan.json` before the ranks started; the measured peak is the
-highest that any rank's allocator held in a step, from the fourth on, beyond what it held before the model was built. Under an offload, device and host
+highest that any rank's allocator held in a step, from the fourth to the tenth, which is a deep one, beyond what it held before the model was built. Under an offload, device and host
 are compared together: on CPU ranks they are one memory, and what is on its way between them belongs to neither. States are compared at the end of backward, every rank.
 In one more step, which counts for nothing else, autograd's saved-tensor hooks count what a forward pass saves, gathered weights and other states excluded: that is what the probe's activations are compared with.
 Activation checkpointing keeps a layer's arguments for itself, such as the cosines and sines of the positions, where no hook sees those that need no gradient: they are counted as a layer is called.
@@ -25,7 +25,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 ENDS = {"forward": "after_forward", "backward": "after_backward", "step": "after_step"} # phase -> the mark at its end
-SETTLED, STEPS = 3, 6 # optimizer steps until libraries have their caches (oneDNN keeps 0.25 MiB of code for each shape of a product in bf16), and those until the last that counts; in one more, autograd's hooks count
+SETTLED, STEPS = 3, 10 # optimizer steps until libraries have their caches (oneDNN keeps 0.25 MiB of code for each shape of a product in bf16), and those until the last that counts; in one more, autograd's hooks count
 LIMITS = dict(peak=.05, median=.02, states=.01, unnamed=.05, activations=.02)
 NODE = 650 # bytes that a node of autograd's graph takes itself: 575 nodes of a Llama of four layers with adapters take 0.38 MiB when hooks put an empty tensor in place of each saved one
 SMALL = 2**18 # bytes by which activations may differ in any case: a library keeps as much of its own for a new shape

@@ -57,8 +57,8 @@ def count_bytes(
 
 # %% ../../nbs/run/07_probe.ipynb #999d7896
 KEEN = .05     # of a core may go into looks
-SPARING = 5    # times as seldom are looks in most steps: all but a run's first ones and its deep ones
-HELD = .00025  # s that a look holds a rank up, though the looking itself takes a tenth of it: two threads hand Python's lock to and fro. Measured on two busy cores: a look every 5 ms cost 5 % of a step, one every 20 ms 1 %
+SPARING = 10   # times as seldom are looks in most steps: all but a run's first ones and its deep ones
+HELD = .00025  # s that a look holds a rank up, more than the looking itself takes: two threads hand Python's lock to and fro. Measured on two busy cores: a look every 5 ms cost 5 % of a step, one every 20 ms 1 %
 
 class PeakSampler:
     "The highest bytes in use since the last `take`, on either device."
@@ -101,7 +101,8 @@ class PeakSampler:
 
     def begin(self):
         "Look from now on."
-        self.take()
+        if self.device.type == "cuda": self.take()
+        else: self._peak = 0 # the next take looks anyway
         self._awake.set()
 
     def rest(self): self._awake.clear() # don't look until the next `begin`
