@@ -250,7 +250,8 @@ def _look(self: Observer):
     "Measure the coming step, or don't."
     done = self.steps - self._first
     if self.deep: self.measuring, self._next_deep = True, max(self._next_deep, round((done + 1) * DEEP_GROWTH))
-    self.comm.keeping, self.probe.peaks.sparing = self.measuring, not self.deep and done >= FIRST_STEPS
+    self.comm.keeping = self.measuring
+    (self.probe.peaks.keen.set if self.deep or done < FIRST_STEPS else self.probe.peaks.keen.clear)()
     (self.probe.peaks.begin if self.measuring else self.probe.peaks.rest)()
 
 # %% ../../nbs/run/08_observer.ipynb #592199f2

@@ -66,21 +66,24 @@ class PeakSampler:
         device: torch.device, # where to look
         every: float=.005,    # seconds between looks on CPU. A look costs 2 to 250 us, by how scattered the heap is; where that is more than `KEEN` of a core, looks are rarer
     ):
-        self.device, self.every, self.sparing, self.spent, self._peak, self._off, self._awake = device, every, False, 0., 0, threading.Event(), threading.Event()
+        self.device, self.every, self.keen, self.spent, self._peak, self._off, self._awake = device, every, threading.Event(), 0., 0, threading.Event(), threading.Event()
         self._trace, self._most, self._merge, self._usual = None, 0, None, every
+        self.keen.set()
         if device.type != "cuda" and _mallinfo2 is not None:
             threading.Thread(target=self._watch, name="shardnb-peak", daemon=True).start()
 
     def _watch(self):
         cost = 0.
         while self._awake.wait() and not self._off.is_set():
-            time.sleep(max(self.every, cost / KEEN) * (SPARING if self.sparing else 1))
+            pause = max(self.every, cost / KEEN)
+            if self.keen.is_set(): time.sleep(pause)
+            elif self.keen.wait(SPARING * pause): continue # a deep step begins
             began = time.thread_time()
             n = bytes_in_use(self.device)
             if n > self._peak: self._peak = n
             if (trace := self._trace) is not None: self._kept(trace, time.perf_counter(), n)
             cost = time.thread_time() - began
-            if self.sparing: self.spent += max(cost, HELD) # seconds of looking, for who keeps account of what measuring costs; few steps are looked at keenly, and those are on none
+            if not self.keen.is_set(): self.spent += max(cost, HELD) # seconds of looking, for who keeps account of what measuring costs; few steps are looked at keenly, and those are on none
 
     def _kept(self, trace, now, n):
         trace.append((now, n))
