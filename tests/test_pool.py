@@ -56,6 +56,25 @@ print(os.environ.get("SHARDNB_START"), len(os.listdir("/proc/self/task")), torch
     assert "first.py" in a[9] and a[10] == "__main__" and a[11] != b[11] and a[12] != b[12] and a[-1] == "False"
 
 
+SCANNED = """from shardnb.run.pool import scanned_once
+from transformers.utils import import_utils as u
+scan = u.define_import_structure
+with scanned_once(): import transformers.models as given
+assert scan.cache_info().misses == 1, "the files were read again"
+assert u.define_import_structure is scan
+read = u._LazyModule(given.__name__, given.__file__, scan(given.__file__))
+assert scan.cache_info().misses == 2
+left = {k for k in vars(read) if vars(read)[k] != vars(given).get(k)}
+assert left == {"__spec__"}, left
+assert {*dir(read)} == {*dir(given)} and "llama" in dir(given)
+"""
+
+
+def test_transformers_has_the_same_models_without_reading_their_files_again():
+    done = subprocess.run([sys.executable, "-c", SCANNED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_one_pool_serves_all_processes_of_a_user(folder, tmp_path):
     before = pool.pools()
     code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); from test_pool import *; print(said(Path({str(tmp_path)!r}), 'print(7)'))"

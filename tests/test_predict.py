@@ -93,8 +93,14 @@ SIDE_BY_SIDE = """
 import os, sys
 import shardnb.run.forecast as f, shardnb.run.trace as t
 from shardnb.plan.machine import Machine
-plain, mine = t.trace_model, []
+plain, facts, me, mine, asked = t.trace_model, f.model_facts, os.getpid(), [], []
 t.trace_model = lambda *a, **kw: mine.append(os.getpid()) or plain(*a, **kw)
+def told(**kw):
+    "The facts; a child dies over them once traces can be made"
+    asked.append(os.getpid())
+    if plans and os.getpid() != me: os.kill(os.getpid(), 9)
+    return facts(**kw)
+f.model_facts = told
 recipe, machine, plans = f.Recipe(model="tiny", dataset="demo", nproc=2, max_length=128).to_yaml(), Machine.preset("2xT4").to_json(), []
 def plan(how):
     "How many traces this process had to make itself"
@@ -105,8 +111,11 @@ def plan(how):
     assert len(f._forecaster._traces) > 1, "there was nothing to share"
     return len(mine)
 assert plan("together") == 0
+assert not asked, "the facts were not found beside the imports"
+del sys.modules["trl.trainer.utils"] # as if there were something to import
 for p in f._helpers()._processes: os.kill(p, 9)
 assert plan("killed") > 0
+assert asked == [me]
 assert plan("helped again") == 0
 f._helpers = lambda: None
 assert plan("one after another") > 1

@@ -9,19 +9,16 @@ __all__ = ['HELPERS', 'PATIENCE', 'trace_options', 'batch_shape', 'Forecaster', 
            'answer_forecast', 'answer_plan', 'answer_choose', 'predict', 'plan']
 
 # %% ../../nbs/run/03d_forecast.ipynb #2f560dfe
-import gc, json, os, traceback
+import gc, json, os, sys, traceback
 from collections import UserDict
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import BrokenExecutor
 from contextlib import contextmanager
 from functools import cache, cached_property
 from importlib import metadata
-from multiprocessing import get_context
 from ..plan.advise import Plan, advise, choose, likely
 from ..plan.machine import Machine
 from ..plan.memory import MemoryBreakdown
 from ..plan.place import as_path, is_path
-from ..plan.predict import predict_memory
 from ..plan.problem import Problem, RecipeError
 from ..plan.recipe import Recipe, as_recipe
 from ..plan.strategy import COMPUTE, Strategy, settings, weights_dtype
@@ -91,17 +88,36 @@ class _Later(UserDict):
     def data(self): return self._make()
 
 HELPERS, PATIENCE = 4, 60 # at most so many, each holds some 100 MiB of its own; s to wait for a trace, which takes one
-@cache
-def _helpers():
-    "Children that trace, one for each core; None where there is one core, or where this process must not be forked."
+def _children(most):
+    "Up to `most` children that work, one for each core; None where there is one core, or where this process must not be forked."
+    from concurrent.futures import ProcessPoolExecutor
+    from multiprocessing import get_context
     if no_pool_here() or (cores := len(os.sched_getaffinity(0))) < 2: return None
-    with uncollected(), _lean(): import trl.kernels.chunked_logprob, trl.trainer.utils # noqa: F401  what every trace imports, once for all
-    gc.collect()
-    gc.freeze() # children don't copy these pages when they collect garbage
-    try: return ProcessPoolExecutor(min(cores, HELPERS), get_context("fork"), die_with_parent, (os.getpid(),))
-    except (OSError, NotImplementedError): # no semaphores here: traces are made one after another, and the planner's log says why
+    try: return ProcessPoolExecutor(min(cores, most), get_context("fork"), die_with_parent, (os.getpid(),))
+    except (OSError, NotImplementedError): # no semaphores here: all is done one after another, and the planner's log says why
         traceback.print_exc()
         return None
+
+def _import_traced():
+    with uncollected(), _lean(): import trl.kernels.chunked_logprob, trl.trainer.utils # noqa: F401  what every trace imports, once for all
+
+@cache
+def _helpers():
+    "Children that trace, or None."
+    _import_traced()
+    gc.collect()
+    gc.freeze() # children don't copy these pages when they collect garbage
+    return _children(HELPERS)
+
+def _facts(kw):
+    "Of a model. The first time a child finds them while this process imports what a trace needs, which takes longer."
+    child = None if "trl.trainer.utils" in sys.modules else _children(1)
+    if not child: return model_facts(**kw)
+    with child:
+        coming = child.submit(model_facts, **kw)
+        _import_traced()
+        try: return coming.result(PATIENCE)
+        except (BrokenExecutor, TimeoutError): return model_facts(**kw) # it was killed, or stopped
 
 def _trace(folder, recipe, options):
     "In a helper."
@@ -116,7 +132,7 @@ class Forecaster:
         "About the recipe's model with its adapters."
         kw = {n: getattr(recipe, n) for n in _FACTS}
         key = json.dumps(kw, sort_keys=True, default=list)
-        if key not in self._facts: self._facts[key] = kept("facts", recipe, {n: v for n, v in kw.items() if n != "model"}, lambda: plain(model_facts(**kw)))
+        if key not in self._facts: self._facts[key] = kept("facts", recipe, {n: v for n, v in kw.items() if n != "model"}, lambda: plain(_facts(kw)))
         return self._facts[key]
 
     def trace(self, recipe, options): # recipe: resolved; options: from `trace_options`
@@ -129,7 +145,7 @@ class Forecaster:
                 if self._ahead: self._start_ahead()
                 if key in self._coming:
                     try: return self._coming.pop(key).result(PATIENCE)
-                    except (BrokenProcessPool, TimeoutError): _helpers.cache_clear() # one was killed, or stopped; new ones are made when they are needed next
+                    except (BrokenExecutor, TimeoutError): _helpers.cache_clear() # one was killed, or stopped; new ones are made when they are needed next
                 plain = recipe.model_copy(update=dict(precision="fp32", dtype=None))
                 return trace_model(model_config(recipe, resolve_model(recipe.model)), lambda m: apply_peft(m, plain, "ddp"), recipe.fsdp_wrap, trust_remote_code=recipe.trust_remote_code, **options)
             self._traces[key] = kept("traces", recipe, [{n: v for n, v in tuned.items() if n != "model"}, options], make)
@@ -153,7 +169,7 @@ class Forecaster:
             try:
                 _, options = self._settled(done, Strategy.parse(strategy), nproc, machine)
                 if (key := _key(done, options)) not in self._traces and key not in self._coming: self._coming[key] = pool.submit(_trace, os.getcwd(), done, options)
-            except (BrokenProcessPool, OSError): return _helpers.cache_clear()
+            except (BrokenExecutor, OSError): return _helpers.cache_clear()
             except Exception: traceback.print_exc() # into the planner's log; a head start only: what is wrong with a way is told when that way is asked about
 
     def _settled(self, r, s, nproc, machine):
@@ -180,6 +196,7 @@ class Forecaster:
         longest: int=None,  # as above
     ) -> MemoryBreakdown:   # predicted
         "The same where the recipe is worked out already."
+        from shardnb.plan.predict import predict_memory # NumPy with it, which the notebook's process has no use for
         s, facts, (rows, length) = Strategy.parse(strategy), self.facts(r), batch_shape(r, longest)
         told, options = self._settled(r, s, nproc, machine)
         return predict_memory(facts, self.trace(r, options), s, told, r.precision, nproc, rows, length, r.grad_accum, weights_dtype(r), r.optim, machine.cuda,

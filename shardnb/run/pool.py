@@ -6,8 +6,8 @@ Docs: https://shardnb.github.io/shardnb/run/pool.html.md"""
 
 # %% auto #0
 __all__ = ['AT_IMPORT', 'LATER', 'IDLE', 'LOOK', 'FOLDER_MODE', 'EARLY', 'ALONE', 'Cold', 'read_at_import', 'pool_dir', 'changed',
-           'shadowed', 'preload', 'uncollected', 'Pool', 'serve', 'no_pool_here', 'connect', 'start_pool', 'fork',
-           'Pooled', 'popen', 'dismiss', 'pools']
+           'shadowed', 'scanned_once', 'preload', 'uncollected', 'Pool', 'serve', 'no_pool_here', 'connect',
+           'start_pool', 'fork', 'Pooled', 'popen', 'dismiss', 'pools']
 
 # %% ../../nbs/run/01b_pool.ipynb #e3613618
 import fcntl, gc, hashlib, json, os, runpy, select, socket, stat, struct, subprocess, sys, tempfile, time, traceback
@@ -87,10 +87,23 @@ def shadowed(
 EARLY = "shardnb.run.planner"  # the module that needs no more than the first part of what is imported
 ALONE = 10  # s that the next import waits, at most, while a child needs all cores
 
+@contextmanager
+def scanned_once():
+    "Transformers reads all its models' files, some 3000, to know what is in them, and its package `models` would read them again: here it is given what was found"
+    from transformers.utils import import_utils
+    folder, scan = Path(import_utils.__file__).parents[1] / "models", import_utils.define_import_structure  # which remembers its answers, as long as it is asked in the same words
+    def known(path, prefix=None):
+        if prefix or Path(path).parent != folder: return scan(path, prefix)
+        return {needed: {name.removeprefix("models."): objects for name, objects in found.items() if name.startswith("models.")} for needed, found in scan(folder, prefix="models").items()}
+    import_utils.define_import_structure = known
+    try: yield
+    finally: import_utils.define_import_structure = scan
+
 def preload(): # a generator, which pauses whenever an `EARLY` child may be forked
     "Import what ranks, supervisors and the planner need"
     # ruff: noqa: F401
     import torch, transformers
+    with scanned_once(): import transformers.models
     import transformers.models.llama.modeling_llama
     from transformers import AutoModelForCausalLM
     yield
