@@ -190,11 +190,11 @@ class _FSDP(_Engine):
         coming = self.flat(ahead) if self.s.reshard and not (tied and ahead == "embed") else 0
         shards = sum(map(self.shard, self.units.rows if self.accum > 1 else done)) # with those of the micro-batches before
         last = self.reduced(done[-1]) if done and self.n > 1 else 0
-        whole = 0 if tied and u == "tail" else self.units.numel(u, True) * (self.param or self.w.grad)
-        out, made_in = self.shard("tail" if shared else u), self.reduced("tail" if shared else u)
-        if tied and u == "tail": out = made_in = 0
+        unit, after = "tail" if shared else u, kept - (self.gathered("tail") if shared else 0) # resharded before its gradients are reduced (`_fsdp_param_group.py`, post_backward)
+        whole, out, made_in = self.units.numel(unit, True) * (self.param or self.w.grad), self.shard(unit), self.reduced(unit)
+        if tied and u == "tail": whole = out = made_in = 0
         for held, when in (({"gathered": kept + own + coming, "comm": last}, "on top"), ({"gathered": kept + own + coming, "comm": last + gloo * coming}, "before"),
-                           ({"gathered": kept + coming, "grads": whole, "comm": made_in}, "done"), ({"gathered": kept + coming, "temp": out, "comm": made_in + gloo * (made_in + made_in // 4)}, "done")):
+                           ({"gathered": after + coming, "grads": whole, "comm": made_in}, "done"), ({"gathered": after + coming, "grads": out, "comm": made_in + gloo * (made_in + made_in // 4)}, "done")):
             held["aside"] = coming
             held[self.slices_at] = held.get(self.slices_at, 0) + shards
             yield held, when

@@ -165,7 +165,8 @@ class Forecaster:
 
     def _start_ahead(self):
         (ways, machine), self._ahead, pool = self._ahead, None, _helpers()
-        for done, strategy, nproc in ways() if pool else ():
+        longest_first = sorted(ways(), key=lambda way: (way[0].tuning == "full", not way[0].activation_checkpointing)) if pool else () # else the cores would wait for the last one
+        for done, strategy, nproc in longest_first:
             try:
                 _, options = self._settled(done, Strategy.parse(strategy), nproc, machine)
                 if (key := _key(done, options)) not in self._traces and key not in self._coming: self._coming[key] = pool.submit(_trace, os.getcwd(), done, options)

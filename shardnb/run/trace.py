@@ -52,7 +52,7 @@ class Recorder(TorchDispatchMode):
         all_ones: bool,   # what a question about a mask is answered with: nothing is masked
     ):
         super().__init__()
-        self.all_ones, self.sizes, self.known, self.events, self._bases, self.quiet = all_ones, sizes, {}, [], {}, False
+        self.all_ones, self.sizes, self.known, self.events, self._bases, self.quiet, self._sum = all_ones, sizes, {}, [], {}, False, None
 
     def _measure(self, nbytes, itemsize):
         "(index of the monomial, bytes per unit of it)"
@@ -78,27 +78,31 @@ class Recorder(TorchDispatchMode):
         basis, c = self.known.pop(key)
         self.events.append((basis, -c, 0))
 
-    def add_up(self, into, out):
-        "Autograd adds the gradients of a tensor that is used twice in place; of fake tensors it makes a new one (`input_buffer.cpp`, can_accumulate_inplace)."
-        a, b = into.untyped_storage(), out.untyped_storage()
-        if a._cdata not in self.known or a.nbytes() != b.nbytes(): return
-        self.known[b._cdata], self.known[a._cdata] = self.known[a._cdata], (0, 0)
-        weakref.finalize(b, self._drop, b._cdata)
+    def settle(self):
+        "Count the sum of two gradients of a tensor that is used twice. Autograd adds in place where nobody else has one of them, but makes a new tensor of fake ones (`input_buffer.cpp`, can_accumulate_inplace): so it is counted when both have gone that go."
+        ref, self._sum = self._sum, None
+        if ref and (t := ref()) is not None: self.add(t)
 
     def gradient(self, p): # p: a parameter whose gradient has just been completed
         "From here on these bytes are gradients, which the engines keep each in its own way."
+        self.settle()
         basis, c = self._measure(p.grad.untyped_storage().nbytes(), p.grad.element_size())
         self.events.append((basis, -c, 0)); self.events.append((basis, c, 1))
         self.known.pop(p.grad.untyped_storage()._cdata, None)
         self.known[p.grad.untyped_storage()._cdata] = (basis, 0)
 
+    @classmethod
+    def _should_skip_dynamo(cls): return False # nothing is compiled in here, and keeping Dynamo out takes 20 us of every operation
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.prim.device.default: return args[0].device # asked in C++, more often than all operations together
         if func is torch.ops.aten._local_scalar_dense.default: # a fake tensor has no value
             t = args[0]
             return self.all_ones if t.dtype is torch.bool else 1 if not t.dtype.is_floating_point else .5
+        self.settle()
         out = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.add.Tensor and sys._getframe(1).f_code.co_name == "_engine_run_backward": self.add_up(args[0], out)
-        if not self.quiet:
+        if func is torch.ops.aten.add.Tensor and sys._getframe(1).f_code.co_name == "_engine_run_backward": self._sum = weakref.ref(out) # a second owner would keep autograd from making it a parameter's gradient as it is
+        elif not self.quiet:
             for t in out if isinstance(out, (tuple, list)) else (out,):
                 if isinstance(t, torch.Tensor): self.add(t)
         return out
@@ -264,6 +268,7 @@ def _run(model, rec, sizes, classes, autocast, packed, fused_head, keeps_output)
     from shardnb.run.planner import layer_classes
     marks, state = [], {"phase": "forward"}
     def mark(name):
+        rec.settle()
         if name != "backward.tail" or not marks[-1][0].startswith("backward"): marks.append((name, len(rec.events)))
     for i, layer in enumerate(_layers(model, classes or layer_classes(model))):
         _watch_layer(layer, i, mark, state)
