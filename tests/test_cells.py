@@ -185,3 +185,12 @@ def test_objects_that_are_not_what_their_names_say(tmp_path):
     from shardnb.plan.recipe import Recipe
     with pytest.raises(AssertionError, match="model: is of the type int in the cell"):
         ranks.train(Recipe(strategy="ddp", nproc=1), "model = 3\ntrain_dataset = [dict(text='a b c')]\n", home=tmp_path)
+
+
+def test_a_model_from_a_config_and_rows_of_numbers_need_no_tokenizer_where_transformers_trains(given, tmp_path):
+    from shardnb.plan.recipe import Recipe
+    alone = (MODEL + ROWS).replace("list(range(3, 13 + n % 20))", "list(range(3, 13))") # of one length: nothing has to be padded
+    with pytest.raises(AssertionError, match="tokenizer: is needed and not given.*config"): ranks.train(Recipe(strategy="ddp", nproc=2, max_steps=2), alone, given, home=tmp_path)
+    args = "from transformers import TrainingArguments\nargs = TrainingArguments(per_device_train_batch_size=2, max_steps=2, learning_rate=lr, logging_steps=1)\n"
+    run = ranks.train(Recipe(strategy="ddp", nproc=2), alone + args, given, home=tmp_path)
+    assert list(run.metrics.step) == [1, 2]

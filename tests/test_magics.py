@@ -37,6 +37,7 @@ def test_loading_twice_and_unloading(kernel):
     ("%shardtrain --stratgy zero3 --model tiny", ["--stratgy", "did you mean '--strategy'"]),
     ("%shardtrain --model tiny --dataset demo --strategy zero4", ["strategy", "did you mean 'zero3'"]),
     ("%shardtrain --nprocs 2 --lerning-rate 1", ["did you mean '--nproc'", "did you mean '--learning-rate'"]),
+    ("%shardtrain --model tiny --dataset demo --lr 1e-4 --epochs 2", ["did you mean '--learning-rate'", "did you mean '--num-train-epochs'"]),
     ("%shardtrain --model tiny --dataset demo --nproc $ranks", ["$ranks"]),
     ("%shardtrain --model 'tiny", ["quote"]),
     ("%shardtrain", ["needs a recipe"]),

@@ -46,7 +46,7 @@ class Observer:
         self.total_steps, self.steps, self.adopted, self.stopping, self.in_loop, self._written = None, 0, False, False, False, 0
         self.phase_name, self._phase_t, self._step_t = None, time.time(), None
         self._next_check, self._begun, self._measured_t, self._cost, self.measuring, self._unsettled = 1, time.monotonic(), 0., 0., True, False
-        self._asking, self._slow = None, False # the question that is on its way: (work, answer); is its answer waited for?
+        self._asking, self._slow = None, True # the question that is on its way: (work, answer); is its answer waited for?
         self.always = False # measure every step: a benchmark's wish
         self.health, self.losses, self.items, self._flags = None, [], None, deque() # `run.health`, when the worker has made it; losses of the step's micro-batches; labels in the step, if counted; answers of a GPU that are on their way
         self.paces = deque(maxlen=9) # s of the last steps; what was done beside them is left out

@@ -245,7 +245,7 @@ def find(cls:RunDir,
     if len(hits) == 1: return cls(cls.home(home) / "runs" / hits[0])
     if hits: raise RunNotFound(f"id: {len(hits)} runs begin with {id!r}: {', '.join(hits[:5])}; type more of it")
     like = nearest(id, names)
-    raise RunNotFound(f"id: no run {id!r} in {near(cls.home(home) / 'runs')}" + (f"; did you mean {like!r}?" if like else ""))
+    raise RunNotFound(f"id: no run {id!r} in {near(cls.home(home) / 'runs')}" + (f"; did you mean {like!r}?" if like else f"; the newest is {names[0]}, and shardnb.runs() lists them" if names else ""))
 
 @patch(cls_method=True)
 def list(cls:RunDir,

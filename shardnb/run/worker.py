@@ -229,6 +229,8 @@ def build_trainer(self: Worker, ns: dict): # ns: the cell's namespace; returns a
     tok = ns.get("tokenizer") or (models.load_tokenizer(self.recipe, on_note=self.say, on_progress=self.progress) if self.recipe.model or self.recipe.tokenizer else None)
     model = ns.get("model")
     if model is None: model = models.load_model(self.recipe, on_note=self.say, on_progress=self.progress, lean=self.engine.lean and self.world_size > 1)
+    if tok is None and isinstance(args, SFTConfig) and not model.config.name_or_path: # TRL would look for one under the model's name
+        raise RecipeError(Problem("tokenizer", None, "is needed and not given: the cell's model was made from a config, whose name leads to none", "tokenizer or model in the recipe, or tokenizer assigned in the cell; with args = transformers.TrainingArguments(…) rows of input_ids and labels are taken as they are"))
     if tok is not None and self.recipe.model: model = models.fit_vocabulary(model, tok, self.recipe, self.say)
     model.config.use_cache = False
     if bad := packing_problems(model, self.recipe): raise RecipeError(bad)

@@ -11,6 +11,7 @@ __all__ = ['SHORT', 'choices_of', 'option_names', 'machine_names', 'recipe_names
 # %% ../../nbs/ui/07_options.ipynb #f4a42707
 import argparse, glob, re, shlex
 from pathlib import Path
+from ..plan.dialect import FLAT
 from ..plan.library import library
 from ..plan.machine import presets
 from ..plan.problem import Problem, RecipeError, nearest
@@ -115,7 +116,8 @@ def parse_options(
     for w in words:
         name = w.split('=')[0]
         if re.match(r'--\w', w) and name not in known:
-            problems.append(Problem(name, None, 'is not an option', nearest=nearest(name, known)))
+            meant = '--' + FLAT.get(name[2:].replace('-', '_'), '').replace('_', '-') # by the name that it has elsewhere
+            problems.append(Problem(name, None, 'is not an option', nearest=meant if meant in known else nearest(name, known)))
             its_value = w==name
         elif its_value and not w.startswith('-'): its_value = False
         else: keep.append(w); its_value = False
