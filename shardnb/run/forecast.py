@@ -117,7 +117,9 @@ def _facts(kw):
         coming = child.submit(model_facts, **kw)
         _import_traced()
         try: return coming.result(PATIENCE)
-        except (BrokenExecutor, TimeoutError): return model_facts(**kw) # it was killed, or stopped
+        except (BrokenExecutor, TimeoutError):
+            child.shutdown(wait=False) # it was killed, or stopped: nobody waits for its end
+            return model_facts(**kw)
 
 def _trace(folder, recipe, options):
     "In a helper."
