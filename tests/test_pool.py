@@ -75,6 +75,27 @@ def test_transformers_has_the_same_models_without_reading_their_files_again():
     assert done.returncode == 0, done.stderr
 
 
+LISTED = """from importlib import metadata
+from shardnb.run.pool import asked_by_name
+real = metadata.packages_distributions
+def listed():
+    asked.append(1)
+    return real()
+asked, metadata.packages_distributions = [], listed
+with asked_by_name(): import trl
+assert metadata.packages_distributions is listed and not asked, "every file was listed"
+from trl.import_utils import PACKAGE_DISTRIBUTION_MAPPING as given
+told = real()
+assert {n: given[n] for n in ("torch", "peft", "transformers")} == {n: told[n] for n in ("torch", "peft", "transformers")} and not asked
+assert given["yaml"] == told["yaml"] == ["PyYAML"] and "nothing" not in given and {**given} == told and asked == [1]
+"""
+
+
+def test_trl_finds_versions_without_listing_every_file():
+    done = subprocess.run([sys.executable, "-c", LISTED], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 def test_one_pool_serves_all_processes_of_a_user(folder, tmp_path):
     before = pool.pools()
     code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); from test_pool import *; print(said(Path({str(tmp_path)!r}), 'print(7)'))"
@@ -112,20 +133,24 @@ def test_the_folder_is_the_users_alone(folder):
         with pytest.raises(pool.Cold, match="not this user's alone"): pool.fork("this", env=RANKS)
 
 
-BUSY = """import time
+COMPUTE = """import time
 until = time.process_time() + {0}
 while time.process_time() < until: pass
+"""
+ENDED = """
 print("done", flush=True)
 time.sleep(60)"""
+HANDED = f"""import subprocess, sys, time
+for _ in range(3): subprocess.run([sys.executable, "-c", {COMPUTE!r}.format({{0}})])"""
 
 
-@pytest.mark.parametrize("seconds, asked", [(1.5, False), (60, True)])
-def test_imports_wait_while_a_child_that_needs_all_cores_is_busy_and_nobody_asks(seconds, asked):
+@pytest.mark.parametrize("code, seconds, asked", [(COMPUTE, 1.5, False), (HANDED, .8, False), (COMPUTE, 60, True)], ids=["itself", "by children that end", "somebody asks"])
+def test_imports_wait_while_a_child_that_needs_all_cores_is_busy_and_nobody_asks(code, seconds, asked):
     with tempfile.TemporaryDirectory(prefix="p") as top, socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as one:
         listener.bind(f"{top}/socket")
         listener.listen()
         p = pool.Pool(top, listener)
-        with subprocess.Popen([sys.executable, "-c", BUSY.format(seconds)], stdout=subprocess.PIPE) as child:
+        with subprocess.Popen([sys.executable, "-c", code.format(seconds) + ENDED], stdout=subprocess.PIPE) as child:
             p.alone.append(child)
             if asked:
                 one.connect(f"{top}/socket")

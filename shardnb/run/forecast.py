@@ -10,11 +10,11 @@ __all__ = ['HELPERS', 'PATIENCE', 'trace_options', 'batch_shape', 'Forecaster', 
 
 # %% ../../nbs/run/03d_forecast.ipynb #2f560dfe
 import gc, json, os, sys, traceback
-from collections import UserDict
+
 from concurrent.futures import BrokenExecutor
 from contextlib import contextmanager
-from functools import cache, cached_property
-from importlib import metadata
+from functools import cache
+from itertools import chain, takewhile
 from ..plan.advise import Plan, advise, choose, likely
 from ..plan.machine import Machine
 from ..plan.memory import MemoryBreakdown
@@ -25,7 +25,7 @@ from ..plan.strategy import COMPUTE, Strategy, settings, weights_dtype
 from .event import plain
 from .kept import kept
 from .planner import _FACTS, Planner, model_facts
-from .pool import no_pool_here, uncollected
+from .pool import asked_by_name, no_pool_here, uncollected
 from .process import die_with_parent
 
 # %% ../../nbs/run/03d_forecast.ipynb #40e0592e
@@ -73,19 +73,12 @@ def _key(recipe, options): return json.dumps([_tuned(recipe), options], sort_key
 
 @contextmanager
 def _lean():
-    """While this lasts, an import leaves out what this process has no use for. A library that wraps functions in `torch.compile`, as bitsandbytes does, would load the compiler, a second or more;
-    TRL lists every file of every package that is installed, in case it must tell the version of one."""
+    "While this lasts, an import leaves out what this process has no use for: a library that wraps functions in `torch.compile`, as bitsandbytes does, would load the compiler, a second or more."
     import torch
-    before = torch.compile, metadata.packages_distributions
-    torch.compile, metadata.packages_distributions = lambda f=None, **kw: f or (lambda g: g), lambda: _Later(before[1])
+    before = torch.compile
+    torch.compile = lambda f=None, **kw: f or (lambda g: g)
     try: yield
-    finally: torch.compile, metadata.packages_distributions = before
-
-class _Later(UserDict):
-    "A dict that is made when it is first asked."
-    def __init__(self, make): self._make = make
-    @cached_property
-    def data(self): return self._make()
+    finally: torch.compile = before
 
 HELPERS, PATIENCE = 4, 60 # at most so many, each holds some 100 MiB of its own; s to wait for a trace, which takes one
 def _children(most):
@@ -99,7 +92,7 @@ def _children(most):
         return None
 
 def _import_traced():
-    with uncollected(), _lean(): import trl.kernels.chunked_logprob, trl.trainer.utils # noqa: F401  what every trace imports, once for all
+    with uncollected(), _lean(), asked_by_name(): import trl.kernels.chunked_logprob, trl.trainer.utils # noqa: F401  what every trace imports, once for all
 
 @cache
 def _helpers():
@@ -130,10 +123,14 @@ class Forecaster:
     "Facts and traces of the models that were asked about, and predictions from them."
     def __init__(self): self._facts, self._traces, self._coming, self._ahead = {}, {}, {}, None
 
+    def _facts_of(self, recipe):
+        "(what decides the facts about a recipe's model, the same as a key)"
+        kw = {n: getattr(recipe, n) for n in _FACTS}
+        return kw, json.dumps(kw, sort_keys=True, default=list)
+
     def facts(self, recipe): # dict
         "About the recipe's model with its adapters."
-        kw = {n: getattr(recipe, n) for n in _FACTS}
-        key = json.dumps(kw, sort_keys=True, default=list)
+        kw, key = self._facts_of(recipe)
         if key not in self._facts: self._facts[key] = kept("facts", recipe, {n: v for n, v in kw.items() if n != "model"}, lambda: plain(_facts(kw)))
         return self._facts[key]
 
@@ -167,8 +164,10 @@ class Forecaster:
 
     def _start_ahead(self):
         (ways, machine), self._ahead, pool = self._ahead, None, _helpers()
-        longest_first = sorted(ways(), key=lambda way: (way[0].tuning == "full", not way[0].activation_checkpointing)) if pool else () # else the cores would wait for the last one
-        for done, strategy, nproc in longest_first:
+        if not pool: return
+        ways = sorted(ways(), key=lambda way: (way[0].tuning == "full", not way[0].activation_checkpointing)) # the longest first: else the cores would wait for the last one
+        at_once = (way for way in ways if self._facts_of(way[0])[1] in self._facts)                          # but each core begins with one that needs no more facts, which take half a second
+        for done, strategy, nproc in chain(takewhile(lambda _: len(self._coming) < len(os.sched_getaffinity(0)), at_once), ways):
             try:
                 _, options = self._settled(done, Strategy.parse(strategy), nproc, machine)
                 if (key := _key(done, options)) not in self._traces and key not in self._coming: self._coming[key] = pool.submit(_trace, os.getcwd(), done, options)

@@ -6,12 +6,15 @@ Docs: https://shardnb.github.io/shardnb/run/pool.html.md"""
 
 # %% auto #0
 __all__ = ['AT_IMPORT', 'LATER', 'IDLE', 'LOOK', 'FOLDER_MODE', 'EARLY', 'ALONE', 'Cold', 'read_at_import', 'pool_dir', 'changed',
-           'shadowed', 'scanned_once', 'preload', 'uncollected', 'Pool', 'serve', 'no_pool_here', 'connect',
-           'start_pool', 'fork', 'Pooled', 'popen', 'dismiss', 'pools']
+           'shadowed', 'scanned_once', 'asked_by_name', 'preload', 'uncollected', 'Pool', 'serve', 'no_pool_here',
+           'connect', 'start_pool', 'fork', 'Pooled', 'popen', 'dismiss', 'pools']
 
 # %% ../../nbs/run/01b_pool.ipynb #e3613618
 import fcntl, gc, hashlib, json, os, runpy, select, socket, stat, struct, subprocess, sys, tempfile, time, traceback
+from collections import UserDict
 from contextlib import contextmanager, suppress
+from functools import cached_property
+from importlib import metadata
 from pathlib import Path
 from ..plan.problem import ShardnbError
 from .process import ForkedProcess, alive, clean_env, proc_id, send, spawn
@@ -99,6 +102,24 @@ def scanned_once():
     try: yield
     finally: import_utils.define_import_structure = scan
 
+class _ByName(UserDict):
+    "Package -> distributions, as `packages_distributions` tells them. Most packages are distributed under their own name; for one that isn't, every file of every package is listed, once"
+    def __init__(self, listed): self._listed = listed
+    @cached_property
+    def data(self): return self._listed()
+    def __getitem__(self, name):
+        if "data" not in vars(self):
+            with suppress(metadata.PackageNotFoundError): return [metadata.distribution(name).name]
+        return super().__getitem__(name)
+
+@contextmanager
+def asked_by_name():
+    "TRL lists every file of every package that is installed, to know the versions of two: while this lasts, `packages_distributions` answers name by name"
+    listed = metadata.packages_distributions
+    metadata.packages_distributions = lambda: _ByName(listed)
+    try: yield
+    finally: metadata.packages_distributions = listed
+
 def preload(): # a generator, which pauses whenever an `EARLY` child may be forked
     "Import what ranks, supervisors and the planner need"
     # ruff: noqa: F401
@@ -107,7 +128,7 @@ def preload(): # a generator, which pauses whenever an `EARLY` child may be fork
     import transformers.models.llama.modeling_llama
     from transformers import AutoModelForCausalLM
     yield
-    import trl.trainer.utils
+    with asked_by_name(): import trl.trainer.utils
     yield
     import peft
     yield
@@ -257,11 +278,11 @@ def _answer(pool, conn, q, fds):
     _close(conn, fds)
 
 def _worked(children):
-    "s that the processes and their children have computed"
+    "s that the processes and their children have computed, those included that have ended"
     import psutil
     spent = 0.
     for c in children:
-        with suppress(psutil.Error): spent += sum(sum(p.cpu_times()[:2]) for p in (psutil.Process(c.pid), *psutil.Process(c.pid).children()))
+        with suppress(psutil.Error): spent += sum(sum(p.cpu_times()[:4]) for p in (psutil.Process(c.pid), *psutil.Process(c.pid).children()))
     return spent
 
 def _give_way(pool):
